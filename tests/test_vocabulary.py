@@ -35,7 +35,7 @@ BANNED: tuple[tuple[frozenset[str], str, str], ...] = (
     (ANY, "strangers", "mismatches"),
     (ANY, "company Company Alone", "ranks, ProcessGroup, SingleProcess"),
     (frozenset(("function",)), "meet agree", "barrier, any, intersection"),
-    (ANY, "player Player play plays played NEVER", "simulator, StepSimulator, simulate, INFEASIBLE"),
+    (ANY, "player Player play plays played NEVER", "simulated, simulate, Timeline, INFEASIBLE"),
     (ANY, "clock clocked needs_clock clock_reasons", "simulated step, needs_simulation, with_simulated_times"),
     (COUNT, "yields holds shares", "low_priority, exclusive, capacity"),
     (CONCEPT, "ahead back tail", "forward_s, backward_s, reduction_s"),

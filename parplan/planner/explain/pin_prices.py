@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.planner.decision import Decision
-from parplan.planner.search.context import Case, formulated
+from parplan.planner.search.context import Case
 from parplan.planner.search.schemes import needs_simulation
 from parplan.planner.search.select import ShapeSearch
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Answer, Questions, prices
-from parplan.planner.solver.problem import Status, objective
+from parplan.planner.solver.problem import Status
 from parplan.planner.solver.solve import GAP
 
 __all__ = ["with_pins"]
@@ -39,10 +39,8 @@ def with_pins(case: Case, decision: Decision, search: ShapeSearch, asked: Questi
         except PlanError:
             answer = Answer(None, False)
         else:
-            simulated = needs_simulation(found.plan, case.graph)
-            alone, choice = formulated(found.plan, case.graph, case.cluster, case.costs)
-            step_s = case.player.step_s(found.plan) if simulated else objective(alone.problem, choice)
-            answer = Answer(step_s, found.gap <= GAP)
+            seconds_of = case.step_s if needs_simulation(found.plan, case.graph) else case.objective_s
+            answer = Answer(seconds_of(found.plan), found.gap <= GAP)
         return answer.or_better(chosen) if pinned.kept_by(decision.plan.layers) else answer
 
     pins = prices(asked, chosen, ask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic as now_s
 
 from parplan.cluster import Cluster
@@ -16,10 +16,10 @@ from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.branches import foldable, homes_of
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.shape import ONE_PASS, Shape
-from parplan.planner.simulation.simulator import Layers, StepSimulator
+from parplan.planner.simulation.timeline import simulate
 from parplan.planner.solver.problem import Solution, objective
 
-__all__ = ["SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "plain", "shape_of", "without_period"]
+__all__ = ["SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "plain", "shape_of"]
 
 
 SIMULATED = 64
@@ -70,9 +70,10 @@ class Case:
 
     Args:
         deadline: for everything that is searched.
-        player: plays plans through, for all parts of the decision.
+        simulated: steps are simulated; otherwise the objective predicts them.
         uneven: replicas may have parts of the batch that differ by one sample.
         fold: repeated blocks that are planned alike.
+        steps_s: seconds of steps that were asked for, by scheme and strategies.
     """
 
     graph: LayerGraph
@@ -80,10 +81,11 @@ class Case:
     costs: CostModel
     request: PlanRequest
     deadline: Deadline
-    player: StepSimulator
+    simulated: bool
     progress: Listener | None = None
     uneven: bool = False
     fold: Fold | None = None
+    steps_s: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -94,34 +96,43 @@ class Case:
         progress: Listener | None = None,
     ) -> Case:
         """A case with its whole time limit left."""
-
-        def predicted(plan: Plan) -> float:
-            formulation, choice = formulated(plan, graph, cluster, costs)
-            return objective(formulation.problem, choice)
-
-        many = cluster.count > SIMULATED or fold(graph) is not None
-        player = StepSimulator(graph, cluster, costs, predicted if many else None)
-        free = request.plan is None and request.rules != "strict"
-        deadline = Deadline(request.time_limit_s)
-        return Case(graph, cluster, costs, request, deadline, player, progress, fold=fold(graph) if free else None)
+        alike, free = fold(graph), request.plan is None and request.rules != "strict"
+        simulated, deadline = cluster.count <= SIMULATED and alike is None, Deadline(request.time_limit_s)
+        return Case(graph, cluster, costs, request, deadline, simulated, progress, fold=alike if free else None)
 
     def phase(self, name: str) -> None:
         """Tell the listener that a phase begins."""
         if self.progress is not None:
             self.progress.phase(name)
 
+    def objective_s(self, plan: Plan) -> float:
+        """T of a plan.
 
-def without_period(strategy: Strategy) -> Strategy:
-    """A strategy as the solver knows it."""
-    return Strategy(strategy.replicas, strategy.shards, strategy.axis, strategy.devices)
+        Raises:
+            PlanError: the plan's scheme asks for passes that cannot be.
+        """
+        formulation, choice = formulated(plan, self.graph, self.cluster, self.costs)
+        return objective(formulation.problem, choice)
+
+    def step_s(self, plan: Plan) -> float:
+        """Seconds of a plan's step, kept for the next call.
+
+        Raises:
+            PlanError: the plan's scheme asks for passes that cannot be.
+        """
+        key = (plan.scheme, *plan.layers.values())
+        if key not in self.steps_s:
+            timeline = simulate(self.graph, self.cluster, self.costs, plan) if self.simulated else None
+            self.steps_s[key] = timeline.step_s if timeline is not None else self.objective_s(plan)
+        return self.steps_s[key]
 
 
 def plain(plan: Plan) -> dict[str, Strategy]:
     """A plan's layers as the solver knows them."""
-    return {name: without_period(strategy) for name, strategy in plan.layers.items()}
+    return {name: replace(strategy, update_period=None) for name, strategy in plan.layers.items()}
 
 
-def fits(graph: LayerGraph, cluster: Cluster, costs: CostModel, layers: Layers) -> bool:
+def fits(graph: LayerGraph, cluster: Cluster, costs: CostModel, layers: Mapping[str, Strategy]) -> bool:
     """Whether every device's memory suffices for a plan with these layers, transfers included."""
     peaks: Sequence[float] | None = costs.peaks(layers)
     if peaks is None:

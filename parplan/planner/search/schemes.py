@@ -18,7 +18,7 @@ from parplan.planner.search_space.pin_search import Questions, candidates
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.priced_program import PricedProgram, lowered, priced
-from parplan.planner.simulation.timeline import Kind, Lane, Timeline
+from parplan.planner.simulation.timeline import Kind, Lane, Timeline, simulate
 
 __all__ = [
     "IN_PASSES",
@@ -35,6 +35,9 @@ __all__ = [
 ]  # fmt: skip
 
 IN_PASSES = (Scheme.INTERLEAVE, Scheme.BROADCAST)
+
+WORTH_IT = 1e-6
+"""A scheme has to be faster by more than this, relative, to be taken instead."""
 
 
 def updates_lost(plan: Plan, graph: LayerGraph, pinned: Pinned) -> list[str]:
@@ -108,7 +111,7 @@ def shapes(
     if Scheme.GATHER in schemes and periods <= {1}:
         yield Shape(lanes=lanes)
     given = case.request.plan
-    for scheme in (Scheme.INTERLEAVE, Scheme.BROADCAST) if count > 1 or given is not None else ():
+    for scheme in IN_PASSES if count > 1 or given is not None else ():
         if scheme not in schemes or (scheme is Scheme.BROADCAST and len(schemes) > 1):
             continue
         if Scheme.GATHER not in schemes:
@@ -122,15 +125,15 @@ def shapes(
 
 def rival_in_passes(rival: Baseline, case: Case) -> Baseline:
     """A usual plan, in passes if that is faster."""
-    if rival.plan is None:
+    if rival.plan is None or rival.step_s is None:
         return rival
-    tries = [under(rival.plan, case.graph, scheme) for scheme in (Scheme.GATHER, *IN_PASSES)]
-    best = case.player.fastest(tries) if any(tries[1:]) else None
-    if best is None or best.scheme is Scheme.GATHER:
+    best: Plan | None = None
+    for plan in (under(rival.plan, case.graph, scheme) for scheme in (Scheme.GATHER, *IN_PASSES)):
+        if plan is not None and (best is None or case.step_s(plan) < (1 - WORTH_IT) * case.step_s(best)):
+            best = plan
+    if best is None or best.scheme is Scheme.GATHER or case.step_s(best) >= rival.step_s:
         return rival
-    step_s = case.player.step_s(best)
-    faster = rival.step_s is None or step_s < rival.step_s
-    return replace(rival, plan=best, step_s=step_s, batch_norm_s=0.0) if faster else rival
+    return replace(rival, plan=best, step_s=case.step_s(best), batch_norm_s=0.0)
 
 
 def under(plan: Plan, graph: LayerGraph, scheme: Scheme) -> Plan | None:
@@ -170,14 +173,15 @@ def scheme_prices(case: Case, plan: Plan, memory_bytes: int, pinned: Pinned) -> 
 
 
 def _price(case: Case, plan: Plan, memory_bytes: int) -> SchemePrice:
+    graph = case.graph
     try:
-        check(plan, case.graph)
-        passes = stages(case.graph, plan.layers, plan.scheme).passes
+        check(plan, graph)
+        passes = stages(graph, plan.layers, plan.scheme).passes
     except PlanError as error:
         return SchemePrice(plan.scheme, 1, None, None, None, None, str(error))
-    exposed_s = case.player.timeline(plan).exposed_transfer_s if case.player.predicted is None else None
+    exposed_s = simulate(graph, case.cluster, case.costs, plan).exposed_transfer_s if case.simulated else None
     samples = -(-plan.batch // passes)
-    return SchemePrice(plan.scheme, passes, case.player.step_s(plan), exposed_s, memory_bytes, samples)
+    return SchemePrice(plan.scheme, passes, case.step_s(plan), exposed_s, memory_bytes, samples)
 
 
 # ---- the simulated step in place of the sum --------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from parplan.plan import Plan, Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Simpler
 from parplan.planner.search.baselines import baselines
 from parplan.planner.search.branches import Branch, averaged, foldable, sections
-from parplan.planner.search.context import SIMULATED, fits, formulated, plain, shape_of
+from parplan.planner.search.context import SIMULATED, fits, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placed
 from parplan.planner.search.fitting import fitting
 from parplan.planner.search.formulations import Formulations, OutOfTime
@@ -381,8 +381,7 @@ class _Run:
         covered = tuple(one for one in self.covered if not self.left_out or one not in (BRANCHES, SOME_BRANCHES))
         fewer = best.changes < fastest.changes
         best = best if fewer else fastest
-        alone, choice = formulated(best.plan, self.case.graph, self.case.cluster, self.case.costs)
-        step_s = min(best.step_s, objective(alone.problem, choice))
+        step_s = min(best.step_s, self.case.objective_s(best.plan))
         return Found(
             best.plan, best.formulation, best.choice, step_s, min(self.bound, fastest.step_s, step_s),
             time.perf_counter() - begin, covered, self.tried, self.without_s,
@@ -394,7 +393,7 @@ class _Run:
         """The plan of least T, or an earlier one whose simulated step is clearly shorter: T is not exact everywhere."""
         if not needs_simulation(best.plan, self.case.graph):
             return best
-        step_s = self.case.player.step_s
+        step_s = self.case.step_s
         others = [one for one in self.earlier if step_s(one.plan) < (1 - CLEARLY) * step_s(best.plan)]
         return min(others, key=lambda one: step_s(one.plan), default=best)
 

@@ -20,11 +20,11 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import stages
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.decide import PlanRequest, predict
-from parplan.planner.decision import Decision
-from parplan.planner.search.schemes import under
+from parplan.planner.decision import Baseline, Decision
+from parplan.planner.search.context import Case
+from parplan.planner.search.schemes import rival_in_passes, under
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.search_space.verifier import check
-from parplan.planner.simulation.simulator import StepSimulator
 from parplan.planner.simulation.timeline import simulate
 from tests.planner.decided import decided as decided_once
 from tests.planner.graphs import classifier, perceptron
@@ -83,9 +83,11 @@ def test_the_fastest_scheme_is_no_slower_than_any_other_legal_one(plan: Plan, li
     graph = next(one for one in (perceptron(), perceptron(256)) if one.fingerprint == plan.fingerprint)
     cluster = cluster_preset("k20", plan.devices, link)
     costs = RooflineCosts(graph, cluster)
-    found = StepSimulator(graph, cluster, costs).fastest([under(plan, graph, scheme) for scheme in Scheme])
-    assert found is not None
-    best_s = simulate(graph, cluster, costs, found).step_s
+    by_hand = Baseline("drawn", simulate(graph, cluster, costs, plan).step_s, None, True, plan=plan)
+    found = rival_in_passes(by_hand, Case.of(graph, cluster, costs, PlanRequest()))
+    assert found.plan is not None
+    best_s = simulate(graph, cluster, costs, found.plan).step_s
+    assert best_s == found.step_s
     for scheme in Scheme:
         try:
             check(replace(plan, scheme=scheme), graph)
