@@ -17,7 +17,7 @@ from parplan.planner.search_space.pin_constraints import Pinned, named
 from parplan.planner.search_space.pin_search import Questions, candidates
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.verifier import check
-from parplan.planner.simulation.priced_program import PricedProgram, lowered, priced
+from parplan.planner.simulation.priced_program import lowered, priced
 from parplan.planner.simulation.timeline import Kind, Lane, Timeline, simulate
 
 __all__ = [
@@ -229,16 +229,19 @@ def _sums_s(timeline: Timeline) -> float:
 def simulated_reports(
     facts: Iterable[LayerReport], graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan
 ) -> tuple[LayerReport, ...]:
-    """Facts of layers with what they take in all their passes together."""
+    """Facts of layers with what they take in all their passes together; a transfer counts for its first reader."""
     found = priced(graph, lowered(graph, plan, cluster), costs)
-    return tuple(_in_passes(one, found) for one in facts)
-
-
-def _in_passes(facts: LayerReport, found: PricedProgram) -> LayerReport:
-    layer = found.layers[facts.name]
-    return replace(
-        facts,
-        forward_s=layer.passes * layer.forward_s,
-        backward_s=layer.passes * layer.backward_s,
-        transfer_s=sum(move.forward_s + move.backward_s for move in found.into.get(facts.name, ())),
+    moved_s: dict[str | None, float] = {}
+    for move in found.moves.values():
+        for name in move.readers[:1]:
+            moved_s[name] = moved_s.get(name, 0.0) + (move.forward_s + move.backward_s)
+    return tuple(
+        replace(
+            one,
+            forward_s=work.passes * work.forward_s,
+            backward_s=work.passes * work.backward_s,
+            transfer_s=moved_s.get(one.name, 0.0),
+        )
+        for one in facts
+        for work in [found.layers[one.name]]
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import lcm
 
 from parplan.cluster import Cluster
@@ -120,15 +120,6 @@ class PricedProgram:
     overhead_s: float
     hidden: float = 1.0
     policy: PassPolicy = RUNTIME_POLICY
-
-    @cached_property
-    def into(self) -> Mapping[str, tuple[Move, ...]]:
-        """Transfers by the first layer that reads what they bring."""
-        found: dict[str, tuple[Move, ...]] = defaultdict(tuple)
-        for move in self.moves.values():
-            if move.readers and move.readers[0] is not None:
-                found[move.readers[0]] += (move,)
-        return found
 
 
 def lowered(graph: LayerGraph, plan: Plan, cluster: Cluster) -> Program:
