@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import towers
 from parplan.graph.capture.capture import capture
-from parplan.planner.search.branches import beside
+from parplan.planner.search.branches import homes_of
 from parplan.planner.search_space.verifier import check
 
 
@@ -20,7 +20,7 @@ def test_its_plans_differ_in_what_runs_at_the_same_time() -> None:
     for plan, expected in ((found.beside, 1), (found.in_turn, 0)):
         check(plan, graph)
         devices = {name: strategy.devices for name, strategy in plan.layers.items()}
-        assert len(beside(graph, devices)) == expected
+        assert len(homes_of(graph, devices)) == expected
     assert found.beside_s > 0
     assert found.in_turn_s > 0
 

@@ -9,28 +9,26 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import ConcurrentBranches, DeviceTrack, LayerReport, Phase
 from parplan.planner.explain.reasons import time_text
-from parplan.planner.search.branches import Branch, beside
+from parplan.planner.search.branches import Branch, sections
 from parplan.planner.search.select import Found
 
 __all__ = ["concurrent_branches", "with_concurrency"]
 
 
 def concurrent_branches(
-    graph: LayerGraph, plan: Plan, layers: Iterable[LayerReport], found: Found | None = None
+    graph: LayerGraph, plan: Plan, layers: Iterable[LayerReport], found: Found
 ) -> ConcurrentBranches | None:
     """The branches that run at the same time under `plan`; None where none do and none were tried.
 
     Args:
         layers: the plan's layers, for times.
-        found: the search for plans, if there was one.
+        found: the search for plans.
     """
     seconds = {layer.name: layer.forward_s + layer.backward_s for layer in layers}
     devices = {name: strategy.devices for name, strategy in plan.layers.items()}
-    every = [_phase(phase, devices, seconds) for section in beside(graph, devices) for phase in section.phases]
+    every = [_phase(phase, devices, seconds) for section in sections(graph) for phase in section.phases]
     phases = tuple(phase for phase in every if len(phase.tracks) > 1)
-    if found is None or (not found.tried and found.without_s is None):
-        return ConcurrentBranches(phases) if phases else None
-    return ConcurrentBranches(phases, found.without_s, found.tried)
+    return ConcurrentBranches(phases, found.without_s, found.tried) if phases or found.without_s is not None else None
 
 
 def _phase(phase: Sequence[Branch], devices: dict[str, tuple[int, ...]], seconds: dict[str, float]) -> Phase:

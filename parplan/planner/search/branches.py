@@ -20,7 +20,7 @@ import networkx as nx
 from parplan.graph.layer_graph import LayerGraph
 from parplan.planner.search_space.shape import Placement, Shape
 
-__all__ = ["Branch", "Section", "averaged", "beside", "foldable", "homes_of", "sections", "sections_of"]
+__all__ = ["Branch", "Section", "averaged", "foldable", "homes_of", "sections", "sections_of"]
 
 Branch = tuple[str, ...]
 """Layers in forward order."""
@@ -160,15 +160,6 @@ def _until_they_meet(digraph: nx.DiGraph, layers: Branch) -> _Part:
     return _Part(tuple(distinct.values()), tuple(rest))
 
 
-def beside(graph: LayerGraph, devices: Mapping[str, Collection[int]]) -> tuple[Section, ...]:
-    """The sections of which layers in different branches, placed on `devices`, use disjoint ones: they can run at once.
-
-    Args:
-        devices: of every layer.
-    """
-    return tuple(section for section in sections(graph) if any(_disjoint(p, devices) for p in section.phases))
-
-
 def homes_of(graph: LayerGraph, devices: Mapping[str, Collection[int]]) -> tuple[Placement, ...]:
     """Phases whose branches each have one block of devices for all their layers, equal or disjoint ones: with blocks.
 
@@ -222,9 +213,3 @@ def averaged(phases: Sequence[tuple[Branch, ...]]) -> Shape:
         (inside if members & taken else taken).update(members)
     homes = tuple((tuple((branch, ()) for branch in phase),) for phase in outer)
     return Shape(average=True, homes=homes, inside=frozenset(inside), anywhere=True)
-
-
-def _disjoint(phase: Sequence[Branch], devices: Mapping[str, Collection[int]]) -> bool:
-    used = [{frozenset(devices[name]) for name in branch} for branch in phase]
-    pairs = [(a, b) for index, one in enumerate(used) for other in used[index + 1 :] for a in one for b in other]
-    return any(not a & b for a, b in pairs)

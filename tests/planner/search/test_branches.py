@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from examples import alexnet, resnet50, two_tower
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.planner.search.branches import Section, beside, sections, sections_of
+from parplan.planner.search.branches import Section, homes_of, sections, sections_of
 from tests.planner.graphs import classifier, perceptron
 
 SEEDS = range(60)
@@ -215,8 +215,7 @@ class Both(nn.Module):
 def test_branches_are_beside_each_other_on_disjoint_devices_only() -> None:
     graph = two_branches()
     together = dict.fromkeys(graph.layers, (0, 1))
-    assert beside(graph, together) == ()
-    assert beside(graph, {**together, "1.b": (1,)}) == ()
-    (section,) = beside(graph, {**together, "1.b": (1,), "1.a": (0,)})
-    assert section.phases == ((("1.a",), ("1.b",)),)
-    assert beside(graph, {**dict.fromkeys(graph.layers, (0,)), "0": (1,)}) == ()
+    assert homes_of(graph, together) == ()
+    assert homes_of(graph, {**together, "1.b": (1,)}) == ()
+    assert homes_of(graph, {**together, "1.b": (1,), "1.a": (0,)}) == (((("1.a",), (0,)), (("1.b",), (1,))),)
+    assert homes_of(graph, {**dict.fromkeys(graph.layers, (0,)), "0": (1,)}) == ()
