@@ -57,18 +57,9 @@ def _sizes(total: int, count: int, works: Sequence[float]) -> list[tuple[int, ..
     for work in sorted(works, reverse=True):
         loads[loads.index(min(loads))] += work
     likely = (_proportional(total, loads), _proportional(total, loads[::-1]), _proportional(total, [1.0] * count))
-    every = _compositions(total, count, MOST_GROUPINGS + 1)
+    cuts = islice(combinations(range(1, total), count - 1), MOST_GROUPINGS + 1)
+    every = [tuple(b - a for a, b in pairwise((0, *own, total))) for own in cuts]  # numbers from 1 on, in all orders
     return list(dict.fromkeys((*likely, *(every if len(every) <= MOST_GROUPINGS else ()))))
-
-
-def _compositions(total: int, count: int, most: int) -> list[tuple[int, ...]]:
-    """The first `most` ways to write `total` as a sum of `count` numbers from 1 on."""
-    found: list[tuple[int, ...]] = []
-    for cuts in combinations(range(1, total), count - 1):
-        found.append(tuple(b - a for a, b in pairwise((0, *cuts, total))))
-        if len(found) >= most:
-            break
-    return found
 
 
 def _proportional(total: int, loads: Sequence[float]) -> tuple[int, ...]:
@@ -81,9 +72,9 @@ def _proportional(total: int, loads: Sequence[float]) -> tuple[int, ...]:
 
 def _partitions(devices: Group, count: int) -> Iterator[tuple[Group, ...]]:
     """All ways to put each device into one of `count` groups, none empty, the groups in every order."""
-    for code in range(count ** len(devices)):
-        places = [code // count**index % count for index in range(len(devices))]
-        groups = tuple(tuple(d for d, p in zip(devices, places, strict=True) if p == g) for g in range(count))
+    for places in product(range(count), repeat=len(devices)):
+        given = list(zip(devices, places[::-1], strict=True))  # the first device changes its group most often
+        groups = tuple(tuple(device for device, place in given if place == group) for group in range(count))
         if all(groups):
             yield groups
 
