@@ -30,35 +30,26 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     them (search/schemes.py).
     """
     step, found, parts = costs.step, evaluate(formulation.problem, choice), formulation.parts
-    chosen = [options[k] for options, k in zip(formulation.options, choice, strict=False)]
-    layers = [formulation.times(index) for index in range(len(chosen))]
-    times = [
-        many * (parts.shape.passes if option.role is Stage.PASSES else 1)
-        for option, many in zip(chosen, layers, strict=True)
-    ]
-    forward = sum(many * option.cost.forward_s for option, many in zip(chosen, times, strict=True))
-    backward = sum(many * option.cost.backward_s for option, many in zip(chosen, times, strict=True))
-    update = sum(many * option.cost.update_s for option, many in zip(chosen, layers, strict=True))
-    unhidden = sum(
-        many * (option.compute_interference_s + option.post_update_s)
-        for option, many in zip(chosen, layers, strict=True)
-    )
+    chosen = enumerate(zip(formulation.options, choice, strict=False))
+    once = [(formulation.times(index), options[k]) for index, (options, k) in chosen]
+    runs = [(many * (parts.shape.passes if own.role is Stage.PASSES else 1), own) for many, own in once]
+    forward = sum(many * own.cost.forward_s for many, own in runs)
+    backward = sum(many * own.cost.backward_s for many, own in runs)
+    update = sum(many * own.cost.update_s for many, own in once)
+    unhidden = sum(many * (own.compute_interference_s + own.post_update_s) for many, own in once)
     transfer = sum(
         float(edge_totals(parts, edge)[choice[edge.source], choice[edge.target]]) for edge in parts.edges
-    ) + sum(many * (one.arrival_s + 2 * one.batch_norm_sync_s) for one, many in zip(chosen, times, strict=True))
+    ) + sum(many * (own.arrival_s + 2 * own.batch_norm_sync_s) for many, own in runs)
     exposed = found.objective - forward - backward - update - unhidden - transfer - step.overhead_s
     exposed = exposed if exposed > ROUNDING * found.objective else 0.0
-    doubt = sum(
-        many * option.cost.spread * (option.cost.forward_s + option.cost.backward_s)
-        for option, many in zip(chosen, layers, strict=True)
-    )
+    doubt = sum(many * own.cost.spread * (own.cost.forward_s + own.cost.backward_s) for many, own in once)
     doubt += step.spread * (transfer + exposed + unhidden)
     return Prediction(
         step_s=found.objective,
         forward_s=forward,
         backward_s=backward,
         transfer_s=transfer,
-        reduce_s=sum(many * option.reduce_s for option, many in zip(chosen, layers, strict=True)),
+        reduce_s=sum(many * own.reduce_s for many, own in once),
         exposed_reduce_s=exposed + unhidden,
         memory_bytes=costs.peaks(formulation.strategies(choice)) or formulation.device_peaks(choice, devices),
         update_s=update,
@@ -66,7 +57,7 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
         low_s=max(0.0, found.objective - doubt),
         high_s=found.objective + doubt,
         most_hidden=step.most_hidden,
-        batch_norm_s=sum(2 * many * one.batch_norm_sync_s for one, many in zip(chosen, times, strict=True)),
+        batch_norm_s=sum(2 * many * own.batch_norm_sync_s for many, own in runs),
     )
 
 
