@@ -23,7 +23,7 @@ from parplan.fields import counted
 from parplan.garbage import seldom_collected
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
-from parplan.planner.decision import Baseline, Decision, Prediction, PricedGraph, Proof, Seconds
+from parplan.planner.decision import Baseline, Decision, Prediction, PricedGraph, Seconds
 from parplan.planner.explain.advice import advice, advised, better_batch
 from parplan.planner.explain.branch_report import concurrent_branches, with_concurrency
 from parplan.planner.explain.layer_report import layer_reports, memory_excess, prediction
@@ -49,8 +49,8 @@ from parplan.planner.search_space.rules import parts_words
 from parplan.planner.search_space.strategies import offers_uneven
 from parplan.planner.search_space.verifier import check, mismatches, uneven_replicas
 from parplan.planner.simulation.timeline import simulate
-from parplan.planner.solver.problem import Problem, Solution, Status
-from parplan.planner.solver.solve import GAP, solve
+from parplan.planner.solver.problem import Problem, Solution
+from parplan.planner.solver.solve import solve
 
 __all__ = ["Listener", "PlanRequest", "decide", "estimate", "predict"]
 
@@ -201,7 +201,6 @@ def _explained(
     outside = loss_outside(plan, case.graph, case.cluster, case.costs, step)
     notes = (*request.notes, *_notes(case, plan, step), *([str(outside)] if outside is not None else []))
     schemes = scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None
-    status = Status.OPTIMAL if found.gap <= GAP else Status.FEASIBLE
     now = time.perf_counter()
     return Decision(
         parameters=case.graph.parameter_count,
@@ -213,11 +212,7 @@ def _explained(
         prediction=step,
         baselines=by_hand,
         advice=advice(step.step_s, by_hand, better_batch(plan, case.graph)),
-        proof=Proof(
-            status.value, found.objective, found.bound, found.gap, found.seconds, request.plan is not None,
-            tuple(found.covered), case.uneven and request.plan is None and not found.uneven, found.simpler,
-            found.by_simulation, case.fold.describe(case.graph) if case.fold is not None else "",
-        ),
+        proof=found.proof,
         seconds=Seconds(request.capture_s, costs_s, now - begin - costs_s, now - request.started),
         notes=notes,
         times_from=request.times_from,
@@ -227,7 +222,7 @@ def _explained(
         advised=advised(step.step_s, by_hand),
         priced=PricedGraph(case.graph, case.costs),
         loss_outside=outside,
-    )  # fmt: skip
+    )
 
 
 def _notes(case: Case, plan: Plan, step: Prediction) -> Sequence[str]:

@@ -13,7 +13,6 @@ from parplan.planner.search.select import ShapeSearch
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Answer, Questions, prices
 from parplan.planner.solver.problem import Status
-from parplan.planner.solver.solve import GAP
 
 __all__ = ["with_pins"]
 
@@ -40,7 +39,7 @@ def with_pins(case: Case, decision: Decision, search: ShapeSearch, asked: Questi
             answer = Answer(None, False)
         else:
             seconds_of = case.step_s if needs_simulation(found.plan, case.graph) else case.objective_s
-            answer = Answer(seconds_of(found.plan), found.gap <= GAP)
+            answer = Answer(seconds_of(found.plan), found.proof.status == Status.OPTIMAL.value)
         return answer.or_better(chosen) if pinned.kept_by(decision.plan.layers) else answer
 
     pins = prices(asked, chosen, ask)

@@ -20,7 +20,7 @@ from math import inf
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import stages
 from parplan.plan import Plan, Scheme
-from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Simpler
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Proof, Simpler
 from parplan.planner.search.baselines import baselines
 from parplan.planner.search.branches import Branch, averaged, foldable, sections
 from parplan.planner.search.context import SIMULATED, fits, plain, shape_of
@@ -37,7 +37,7 @@ from parplan.planner.search_space.pin_search import masked, no_plan
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import Problem, Solution, Status, evaluate, objective
-from parplan.planner.solver.solve import solve
+from parplan.planner.solver.solve import GAP, solve
 
 __all__ = ["ANYWHERE", "Found", "ShapeSearch"]
 
@@ -64,32 +64,16 @@ class Found:
 
     Args:
         formulation: the problem of the plan's shape; `choice` is the plan in it.
-        objective: T in seconds; `bound`: no plan of any shape that is `covered` takes less.
-        covered: the shapes that the bound is of, in words.
         tried: shapes with branches at the same time that were solved or refuted.
-        simpler: the fastest plan, where a simpler one within the tolerance is taken.
-        by_simulation: another plan has a smaller T and a longer simulated step.
-        uneven: plans with unequal parts of the batch are covered.
         without_s: T of the best plan in which no branches run at the same time; None where none were tried.
     """
 
     plan: Plan
     formulation: Formulation
     choice: tuple[int, ...]
-    objective: float
-    bound: float
-    seconds: float
-    covered: tuple[str, ...] = ()
+    proof: Proof
     tried: int = 0
     without_s: float | None = None
-    simpler: Simpler | None = None
-    uneven: bool = False
-    by_simulation: bool = False
-
-    @property
-    def gap(self) -> float:
-        """(objective - bound) / objective."""
-        return max(0.0, (self.objective - self.bound) / self.objective) if self.objective > 0 else 0.0
 
 
 class ShapeSearch(Formulations):
@@ -362,7 +346,7 @@ class _Run:
         """
         given, tolerance = self.case.request.plan, self.case.request.tolerance
         if given is not None:
-            return self._given(given, time.perf_counter() - begin)
+            return self._given(given, begin)
         if self.best is None and self.unfit is not None:
             self.best = self.unfit[1]  # the nearest to fitting, which `decide` refuses with its numbers
         if self.best is None:
@@ -378,15 +362,25 @@ class _Run:
                 lambda problem, hint: self.case.deadline.watched(solve(problem, limit_s, hint=hint)),
                 self.candidate,
             )
-        covered = tuple(one for one in self.covered if not self.left_out or one not in (BRANCHES, SOME_BRANCHES))
+        self.covered = [one for one in self.covered if not self.left_out or one not in (BRANCHES, SOME_BRANCHES)]
         fewer = best.changes < fastest.changes
         best = best if fewer else fastest
         step_s = min(best.step_s, self.case.objective_s(best.plan))
-        return Found(
-            best.plan, best.formulation, best.choice, step_s, min(self.bound, fastest.step_s, step_s),
-            time.perf_counter() - begin, covered, self.tried, self.without_s,
-            Simpler(fastest.step_s, fastest.changes, best.changes) if fewer else None, self.uneven,
-            fastest is not least,
+        simpler = Simpler(fastest.step_s, fastest.changes, best.changes) if fewer else None
+        proof = self.proof(step_s, min(self.bound, fastest.step_s, step_s), begin, simpler, fastest is not least)
+        return Found(best.plan, best.formulation, best.choice, proof, self.tried, self.without_s)
+
+    def proof(
+        self, step_s: float, bound: float, begin: float, simpler: Simpler | None = None, by_simulation: bool = False
+    ) -> Proof:
+        """The proof of a plan of T `step_s`."""
+        given, fold = self.case.request.plan is not None, self.case.fold
+        gap = max(0.0, (step_s - bound) / step_s) if step_s > 0 else 0.0
+        return Proof(
+            (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value, step_s, bound, gap,
+            time.perf_counter() - begin, given, tuple(self.covered),
+            self.case.uneven and not given and not self.uneven, simpler, by_simulation,
+            fold.describe(self.case.graph) if fold is not None else "",
         )  # fmt: skip
 
     def simulated(self, best: Candidate) -> Candidate:
@@ -407,14 +401,14 @@ class _Run:
             return None
         return Candidate(step_s, plan, formulation, tuple(choice))
 
-    def _given(self, plan: Plan, seconds: float) -> Found:
+    def _given(self, plan: Plan, begin: float) -> Found:
         case = self.case
         shape = shape_of(plan, case.graph, case.cluster)
         formulation = self.search.formulation(shape)
         assert formulation is not None  # it has the plan's own strategies
         choice = formulation.choice(plain(plan), stages(case.graph, plain(plan), plan.scheme).of)
         step_s = objective(formulation.problem, choice)
-        return Found(plan, formulation, choice, step_s, min(self.bound, step_s), seconds, tuple(self.covered))
+        return Found(plan, formulation, choice, self.proof(step_s, min(self.bound, step_s), begin))
 
     def _none(self, seconds: float) -> Exception:
         """The error that says why there is no plan, or that a search of so many seconds did not find out."""
