@@ -89,7 +89,7 @@ class ShapeSearch(Formulations):
             InfeasiblePlan: no plan fits; the text names the limit, or the pins.
             PinError, PlanError: the scheme asked for, or updates between passes, are not possible.
         """
-        case, begin = self.case, time.perf_counter()
+        case = self.case
         case.phase("solve")
         run = _Run(self, pinned, part)
         schemes = schemes_of(case.request.scheme)
@@ -101,7 +101,7 @@ class ShapeSearch(Formulations):
         anywhere = case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1
         if anywhere and not pinned.periods and (run.best is None or not case.deadline.over()):
             run.any_block()
-        return run.found(begin)
+        return run.found()
 
 
 class _Run:
@@ -109,6 +109,7 @@ class _Run:
 
     def __init__(self, search: ShapeSearch, pinned: Pinned, part: float) -> None:
         self.search, self.case, self.pinned, self.part = search, search.case, pinned, part
+        self.begin = time.perf_counter()
         self.best: Candidate | None = None
         self.earlier: list[Candidate] = []
         self.bound, self.tried = inf, 0
@@ -335,22 +336,19 @@ class _Run:
 
     # ---- the answer ----
 
-    def found(self, begin: float) -> Found:
+    def found(self) -> Found:
         """The best plan, or a simpler one within the tolerance, and its proof.
-
-        Args:
-            begin: when the search began, on the clock of `time.perf_counter`.
 
         Raises:
             InfeasiblePlan, PinError, PlanError: there is none.
         """
         given, tolerance = self.case.request.plan, self.case.request.tolerance
         if given is not None:
-            return self._given(given, begin)
+            return self._given(given)
         if self.best is None and self.unfit is not None:
             self.best = self.unfit[1]  # the nearest to fitting, which `decide` refuses with its numbers
         if self.best is None:
-            raise self._none(time.perf_counter() - begin)
+            raise self._none()
         least, fastest = self.best, self.simulated(self.best)
         best = fastest
         if tolerance > 0 and fastest.changes > 0:
@@ -367,18 +365,16 @@ class _Run:
         best = best if fewer else fastest
         step_s = min(best.step_s, self.case.objective_s(best.plan))
         simpler = Simpler(fastest.step_s, fastest.changes, best.changes) if fewer else None
-        proof = self.proof(step_s, min(self.bound, fastest.step_s, step_s), begin, simpler, fastest is not least)
+        proof = self.proof(step_s, min(self.bound, fastest.step_s, step_s), simpler, fastest is not least)
         return Found(best.plan, best.formulation, best.choice, proof, self.tried, self.without_s)
 
-    def proof(
-        self, step_s: float, bound: float, begin: float, simpler: Simpler | None = None, by_simulation: bool = False
-    ) -> Proof:
+    def proof(self, step_s: float, bound: float, simpler: Simpler | None = None, by_simulation: bool = False) -> Proof:
         """The proof of a plan of T `step_s`."""
         given, fold = self.case.request.plan is not None, self.case.fold
         gap = max(0.0, (step_s - bound) / step_s) if step_s > 0 else 0.0
         return Proof(
             (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value, step_s, bound, gap,
-            time.perf_counter() - begin, given, tuple(self.covered),
+            time.perf_counter() - self.begin, given, tuple(self.covered),
             self.case.uneven and not given and not self.uneven, simpler, by_simulation,
             fold.describe(self.case.graph) if fold is not None else "",
         )  # fmt: skip
@@ -401,41 +397,39 @@ class _Run:
             return None
         return Candidate(step_s, plan, formulation, tuple(choice))
 
-    def _given(self, plan: Plan, begin: float) -> Found:
+    def _given(self, plan: Plan) -> Found:
         case = self.case
         shape = shape_of(plan, case.graph, case.cluster)
         formulation = self.search.formulation(shape)
         assert formulation is not None  # it has the plan's own strategies
         choice = formulation.choice(plain(plan), stages(case.graph, plain(plan), plan.scheme).of)
         step_s = objective(formulation.problem, choice)
-        return Found(plan, formulation, choice, self.proof(step_s, min(self.bound, step_s), begin))
+        return Found(plan, formulation, choice, self.proof(step_s, min(self.bound, step_s)))
 
-    def _none(self, seconds: float) -> Exception:
+    def _none(self) -> Exception:
         """The error that says why there is no plan, or that a search of so many seconds did not find out."""
-        case, asked = self.case, self.search.asked
+        case, asked, pinned = self.case, self.search.asked, self.pinned
+
+        def again(problem: Problem) -> Solution:
+            return solve(problem, case.deadline.part_s(AGAIN))
+
         if self.undecided is not None:
+            seconds = time.perf_counter() - self.begin
             return InfeasiblePlan(why_not(self.undecided[0], replace(self.undecided[1], seconds=seconds)))
         formulation, solution = self.first or (self.search.one_pass(), None)
-        draft = self.plan_of(formulation, solution.choice) if solution is not None and solution.choice else None
         if solution is None or solution.choice is None:
-            one_pass = self.search.one_pass()
-            alone = solve(masked(one_pass, self.pinned), case.deadline.part_s(AGAIN))
-            if alone.choice is not None:
-                draft = self.plan_of(one_pass, alone.choice)
-            elif case.request.pins:
-                return no_plan(one_pass, asked, alone, lambda problem: solve(problem, case.deadline.part_s(AGAIN)))
-            else:
-                return InfeasiblePlan(why_not(one_pass, alone))
-        schemes = schemes_of(case.request.scheme)
-        if draft is None:
-            return InfeasiblePlan(why_not(formulation, solution))  # type: ignore[arg-type]
-        if updates_lost(replace(draft, scheme=Scheme.GATHER), case.graph, self.pinned):
-            return no_updates(draft, case.graph, self.pinned, schemes)
-        if set(self.pinned.periods.values()) - {1}:
-            return no_plan(
-                self.search.one_pass(), asked, Solution(Status.INFEASIBLE, None, inf, inf, inf, 0.0),
-                lambda problem: solve(problem, case.deadline.part_s(AGAIN)),
-            )  # fmt: skip
+            formulation = self.search.one_pass()
+            solution = again(masked(formulation, pinned))
+            if solution.choice is None and case.request.pins:
+                return no_plan(formulation, asked, solution, again)
+            if solution.choice is None:
+                return InfeasiblePlan(why_not(formulation, solution))
+        draft, schemes = self.plan_of(formulation, solution.choice), schemes_of(case.request.scheme)
+        if updates_lost(replace(draft, scheme=Scheme.GATHER), case.graph, pinned):
+            return no_updates(draft, case.graph, pinned, schemes)
+        if set(pinned.periods.values()) - {1}:
+            nothing = Solution(Status.INFEASIBLE, None, inf, inf, inf, 0.0)
+            return no_plan(self.search.one_pass(), asked, nothing, again)
         try:
             check(replace(draft, scheme=schemes[0]), case.graph)
         except PlanError as error:
