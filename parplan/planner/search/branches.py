@@ -121,9 +121,8 @@ def _phases(digraph: nx.DiGraph, layers: Branch) -> tuple[tuple[Branch, ...], ..
         return (components,)
     phases, rest = [], layers
     while rest:
-        part = _until_they_meet(digraph, rest)
-        phases.append(part.branches)
-        rest = part.rest
+        branches, rest = _until_they_meet(digraph, rest)
+        phases.append(branches)
     return tuple(phases)
 
 
@@ -135,16 +134,8 @@ def _components(digraph: nx.DiGraph, layers: Branch) -> tuple[Branch, ...]:
     return tuple(sorted(own, key=lambda branch: place[branch[0]]))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Branches that are independent, and the layers behind them."""
-
-    branches: tuple[Branch, ...]
-    rest: Branch
-
-
-def _until_they_meet(digraph: nx.DiGraph, layers: Branch) -> _Part:
-    """A branch per first layer with all that depends on that one only; what depends on several is left."""
+def _until_they_meet(digraph: nx.DiGraph, layers: Branch) -> tuple[tuple[Branch, ...], Branch]:
+    """A branch per first layer with all that depends on that one only; and what is left, which depends on several."""
     groups: dict[str, list[str]] = {}
     rest: list[str] = []
     inside = set(layers)
@@ -157,7 +148,7 @@ def _until_they_meet(digraph: nx.DiGraph, layers: Branch) -> _Part:
             groups[name] = next((group for group in own.values() if group is not None), [])
             groups[name].append(name)
     distinct = {id(group): tuple(group) for group in groups.values()}
-    return _Part(tuple(distinct.values()), tuple(rest))
+    return tuple(distinct.values()), tuple(rest)
 
 
 def homes_of(graph: LayerGraph, devices: Mapping[str, Collection[int]]) -> tuple[Placement, ...]:
