@@ -113,9 +113,11 @@ class EdgeParts:
     outwards: tuple[FloatArray, FloatArray] | None = None
     backward_of: int | None = None
 
+    MOVED = ("once", "within", "inwards", "outwards")
+
     def scaled(self, times: int | NDArray[np.int_]) -> EdgeParts:
         """Parts of so many equal edges, for each option of the target if it is an array."""
-        moved = {name: getattr(self, name) for name in ("once", "within", "inwards", "outwards")}
+        moved = {name: getattr(self, name) for name in self.MOVED}
         more: dict[str, Any] = {
             name: (times * one[0], times * one[1]) for name, one in moved.items() if one is not None
         }
@@ -123,17 +125,12 @@ class EdgeParts:
 
     def added(self, other: EdgeParts) -> EdgeParts:
         """Both between the same two nodes."""
-
-        def both(
-            one: tuple[FloatArray, FloatArray] | None, more: tuple[FloatArray, FloatArray] | None
-        ) -> tuple[FloatArray, FloatArray] | None:
-            return more if one is None else one if more is None else (one[0] + more[0], one[1] + more[1])
-
-        return EdgeParts(
-            self.source, self.target, self.allowed + other.allowed,
-            both(self.once, other.once), both(self.within, other.within),  # type: ignore[arg-type]
-            both(self.inwards, other.inwards), both(self.outwards, other.outwards), self.backward_of,
-        )  # fmt: skip
+        moved = {name: (getattr(self, name), getattr(other, name)) for name in self.MOVED}
+        both: dict[str, Any] = {
+            name: more if one is None else one if more is None else (one[0] + more[0], one[1] + more[1])
+            for name, (one, more) in moved.items()
+        }
+        return replace(self, allowed=self.allowed + other.allowed, **both)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,10 +150,10 @@ class StepParts:
     edges: Sequence[EdgeParts]
     shape: Shape
     hidden: float
-    phases: Sequence[Sequence[Sequence[int]]] = ()
-    far_s: float = 0.0
-    layers: int = 0
-    between: frozenset[int] = frozenset()
+    phases: Sequence[Sequence[Sequence[int]]]
+    far_s: float
+    layers: int
+    between: frozenset[int]
 
 
 def node_totals(parts: StepParts, v: int) -> FloatArray:
@@ -317,7 +314,7 @@ class _Backward:
         """List the maxima, the last of them with weight 1."""
         phase_of = {v: phase for phase in self.parts.phases for branch in phase for v in branch}
         done, gone = _Sum(), set[int]()
-        for v in range((self.parts.layers or len(self.parts.nodes)) - 1, -1, -1):
+        for v in range(self.parts.layers - 1, -1, -1):
             if v not in phase_of:
                 done = self.node(v, done)
             elif id(phase_of[v]) not in gone:
