@@ -58,7 +58,7 @@ def _sizes(total: int, count: int, works: Sequence[float]) -> list[tuple[int, ..
         loads[loads.index(min(loads))] += work
     likely = (_proportional(total, loads), _proportional(total, loads[::-1]), _proportional(total, [1.0] * count))
     cuts = islice(combinations(range(1, total), count - 1), MOST_GROUPINGS + 1)
-    every = [tuple(b - a for a, b in pairwise((0, *own, total))) for own in cuts]  # numbers from 1 on, in all orders
+    every = [tuple(b - a for a, b in pairwise((0, *own, total))) for own in cuts]  # each from 1 on
     return list(dict.fromkeys((*likely, *(every if len(every) <= MOST_GROUPINGS else ()))))
 
 

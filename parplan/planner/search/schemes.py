@@ -161,8 +161,6 @@ def scheme_prices(case: Case, plan: Plan, memory_bytes: int, pinned: Pinned) -> 
     if all(other is not None and other.scheme is Scheme.GATHER for other in (under(plan, graph, s) for s in Scheme)):
         return None
     known = [_price(case, replace(plan, scheme=scheme), memory_bytes) for scheme in Scheme]
-    if all(one.passes == 1 and not one.why_not for one in known):
-        return None
     when = stages(graph, plan.layers, plan.scheme)
     updated = updates_lost(replace(plan, scheme=Scheme.GATHER), graph, pinned)
     inside = when.layers(Stage.PASSES)
@@ -240,7 +238,7 @@ def simulated_reports(
             one,
             forward_s=work.passes * work.forward_s,
             backward_s=work.passes * work.backward_s,
-            transfer_s=moved_s.get(one.name, 0.0),
+            transfer_s=moved_s.get(one.name, 0),
         )
         for one in facts
         for work in [found.layers[one.name]]
