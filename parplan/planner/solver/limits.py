@@ -8,7 +8,7 @@ from none and adds those that its choices break.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,8 +25,7 @@ __all__ = [
 class LimitRow:
     """`low <= sum of terms[node][strategy] <= high`; memory rows also say which memory and when."""
 
-    name: str
-    terms: dict[int, FloatArray]
+    terms: Mapping[int, FloatArray]
     low: float
     high: float
     resource: int | None = None
@@ -136,7 +135,7 @@ def memory_rows(problem: Problem) -> list[LimitRow]:
 
 def some_rows(problem: Problem, most_terms: int) -> list[LimitRow]:
     """The linear constraints, and all memory rows that can bind if they have at most `most_terms` terms together."""
-    linear = [LimitRow(row.name, dict(row.terms), row.low, row.high) for row in problem.linear]
+    linear = [LimitRow(row.terms, row.low, row.high) for row in problem.linear]
     return (memory_rows(problem) if count_terms(problem) <= most_terms else []) + linear
 
 
@@ -167,10 +166,7 @@ def _row(problem: Problem, line: Timeline, point: int) -> LimitRow:
     for item in line.live:
         if item.first <= point < item.last:
             terms[item.node] = terms[item.node] + item.amounts if item.node in terms else item.amounts
-    resource = line.resource
-    return LimitRow(
-        problem.resource_name(resource), terms, -np.inf, problem.limits[resource], resource, line.times[point]
-    )
+    return LimitRow(terms, -np.inf, problem.limits[line.resource], line.resource, line.times[point])
 
 
 def count_terms(problem: Problem) -> int:
