@@ -175,8 +175,7 @@ def _model(problem: Problem, rows: Sequence[LimitRow], unit: Resolution, deadlin
     from ortools.sat.python import cp_model
 
     build = _Build(cp_model.CpModel(), problem, unit)
-    for v in range(len(problem.nodes)):
-        node = build.problem.nodes[v]
+    for v, node in enumerate(problem.nodes):
         literals = [build.model.new_bool_var(f"x{v}_{k}") for k in range(node.size)]
         build.model.add_exactly_one(literals)
         build.x.append(literals)
