@@ -197,19 +197,19 @@ def needs_simulation(plan: Plan, graph: LayerGraph) -> bool:
 
 def simulated_prediction(prediction: Prediction, timeline: Timeline) -> Prediction:
     """A prediction with its step and parts from the simulation: where the time goes of the device that is done last."""
-    spent, doubt_s = timeline.critical, prediction.high_s - prediction.step_s
+    spent_s, doubt_s = timeline.critical_s, prediction.high_s - prediction.step_s
     sums_s = _sums_s(timeline)
     return replace(
         prediction,
         step_s=timeline.step_s,
         simulated=True,
-        forward_s=spent.total_s(Kind.FORWARD),
-        backward_s=spent.total_s(Kind.BACKWARD),
-        transfer_s=spent.total_s(Kind.TRANSFER),
+        forward_s=spent_s[Kind.FORWARD],
+        backward_s=spent_s[Kind.BACKWARD],
+        transfer_s=spent_s[Kind.TRANSFER],
         reduce_s=sums_s,
-        exposed_reduce_s=spent.total_s(Kind.REDUCTION),
-        update_s=spent.total_s(Kind.UPDATE),
-        overhead_s=spent.total_s(Kind.OVERHEAD),
+        exposed_reduce_s=spent_s[Kind.REDUCTION],
+        update_s=spent_s[Kind.UPDATE],
+        overhead_s=spent_s[Kind.OVERHEAD],
         low_s=max(0.0, timeline.step_s - doubt_s),
         high_s=timeline.step_s + doubt_s,
     )

@@ -16,7 +16,7 @@ and the layers behind a boundary run in passes, the samples of one pass on their
 - Updates and the runtime's own time come last, on each device after its backward and its sums.
 
 A device that has nothing to compute waits for something: going back from what it waits for to what that waited for,
-each such second is one of a transfer, a sum, or another device's compute (Spent). So all parts of a step add up to it,
+each such second is one of a transfer, a sum, or another device's compute. So all parts of a step add up to it,
 on every device.
 """
 
@@ -34,7 +34,7 @@ from parplan.planner.simulation.list_schedule import NOTHING, Span, schedule
 from parplan.planner.simulation.priced_program import RUNTIME_POLICY, PassPolicy, lowered, priced
 from parplan.planner.simulation.step_tasks import Kind, Lane, Part, Resource, step_parts
 
-__all__ = ["Activity", "Kind", "Lane", "PassPolicy", "Resource", "Spent", "Timeline", "simulate"]
+__all__ = ["Activity", "Kind", "Lane", "PassPolicy", "Resource", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,6 @@ class Activity:
     number: int | None
     start_s: float
     end_s: float
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Breakdown of a device's step, in seconds by kind; `own_s` and `waits_s` together are the step.
-
-    Args:
-        own_s: what it does itself, transfers that hold its compute included.
-        waits_s: while it does nothing: what it waits for, in the end.
-    """
-
-    device: int
-    own_s: Mapping[Kind, float]
-    waits_s: Mapping[Kind, float]
-
-    def total_s(self, kind: Kind) -> float:
-        """Seconds of one kind, its own or waited for."""
-        return self.own_s.get(kind, 0.0) + self.waits_s.get(kind, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,25 +81,27 @@ class Timeline:
         return ends_s.index(max(ends_s))
 
     @property
-    def critical(self) -> Spent:
-        """Breakdown of the step on the device that is done last."""
-        return self.spent(self.last)
+    def critical_s(self) -> Mapping[Kind, float]:
+        """Seconds of the step by kind, on the device that is done last."""
+        return self.spent_s(self.last)
 
     @property
     def exposed_transfer_s(self) -> float:
         """Time in which the device that is done last has nothing to compute because of a transfer."""
-        return self.critical.total_s(Kind.TRANSFER)
+        return self.critical_s[Kind.TRANSFER]
 
-    def spent(self, device: int) -> Spent:
-        """Breakdown of one device's time."""
-        own_s: dict[Kind, float] = {}
-        waits_s: dict[Kind, float] = {}
+    def spent_s(self, device: int) -> Mapping[Kind, float]:
+        """Seconds of a step by kind: what a device does itself, and what it waits for, in the end, between that.
+
+        What it does itself includes transfers that hold its compute. All kinds together are the step.
+        """
+        own_s: dict[Kind | None, float] = dict.fromkeys((*Kind, None), 0.0)
+        waits_s = dict.fromkeys(Kind, 0.0)
         for index in self._computing.get(device, ()):
-            part, span = self.parts[index], self.spans[index]
-            _add(own_s, part.kind, span.end_s - span.start_s)
+            own_s[self.parts[index].kind] += self.spans[index].end_s - self.spans[index].start_s
         for one in self.waits(device):
-            _add(waits_s, one.kind, one.end_s - one.start_s)
-        return Spent(device, own_s, waits_s)
+            waits_s[one.kind] += one.end_s - one.start_s
+        return {kind: own_s[kind] + waits_s[kind] for kind in Kind}
 
     def waits(self, device: int) -> tuple[Activity, ...]:
         """The activities elsewhere that a device waits for while its compute lane is empty, cut to those times."""
@@ -149,11 +133,6 @@ class Timeline:
                 yield Activity(part.kind, part.what, part.number, start_s, end_s)
             until_s = span.start_s
             index = span.critical_predecessor
-
-
-def _add(found: dict[Kind, float], kind: Kind | None, seconds: float) -> None:
-    if kind is not None and seconds > 0:
-        found[kind] = found.get(kind, 0.0) + seconds
 
 
 def simulate(

@@ -32,7 +32,6 @@ from parplan.planner.simulation.timeline import Kind, Lane, PassPolicy, Timeline
 from parplan.planner.solver.problem import evaluate
 from tests.planner.graphs import classifier, perceptron
 
-PARTS = tuple(Kind)
 IN_PASSES = (Scheme.BROADCAST, Scheme.INTERLEAVE)
 
 
@@ -152,9 +151,9 @@ def test_parts_add_up_on_every_device_and_no_plan_is_slower_than_its_sum(
     except PlanError:
         return
     found = timeline_of(plan, graph, cluster, PassPolicy(one_f_one_b))
-    for spent in map(found.spent, range(devices)):
-        assert sum(spent.total_s(kind) for kind in PARTS) == pytest.approx(found.step_s)
-    assert all(seconds >= 0 for seconds in found.critical.waits_s.values())
+    for spent_s in map(found.spent_s, range(devices)):
+        assert sum(spent_s.values()) == pytest.approx(found.step_s)
+    assert all(seconds >= 0 for seconds in found.critical_s.values())
     if passes == 1:
         # What a device does out of order may hold up a transfer, as for a layer cut over devices 2 and 3 of four
         # between layers on device 0: 0.03 % there.
@@ -306,7 +305,7 @@ def test_updates_between_passes(scheme: Scheme) -> None:
         return len({(one.start_s, one.end_s) for one in activities(found) if one.kind is Kind.UPDATE})
 
     assert [updates(found) for found in (once, twice, each)] == [1, 2, 4]
-    assert once.critical.total_s(Kind.UPDATE) < twice.critical.total_s(Kind.UPDATE)
+    assert once.critical_s[Kind.UPDATE] < twice.critical_s[Kind.UPDATE]
 
 
 def test_passes_have_smaller_products() -> None:
