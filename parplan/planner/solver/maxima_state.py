@@ -87,6 +87,4 @@ class MaximaState:
         return found
 
     def _keep(self, seconds: FloatArray) -> None:
-        reached = self.table.maxima(seconds)[1]
-        line = sum((self.table.multiplicity(reached, top) for top in self.table.tops), np.zeros(len(seconds)))
-        self.selections = [*self.selections[-KEPT + 1 :], line]
+        self.selections = [*self.selections[-KEPT + 1 :], self.table.critical(seconds).sum(axis=0)]

@@ -3,10 +3,9 @@
 T is the largest of the linear functions that selections of one row per maximum stand for (see rows), so it is at least
 their mean with any portions >= 0 that add up to 1; every limit can be priced likewise. For fixed prices the problem is
 a sum over nodes and edges, which elimination.py minimises exactly: a true lower bound on T. Prices climb by projected
-subgradients (Polyak's step towards the best known T). Selections are many: all where they are few, else a pool that
-grows by the critical ones of every choice met (column generation). Every choice met on the way is a candidate. With the
-best prices, a strategy whose best choice of all costs as much as the best known one is out: the search then gets what
-little is left.
+subgradients (Polyak's step towards the best known T) where the selections are few enough to list them; master.py finds
+better ones in either case. Every choice met on the way is a candidate. With the best prices, a strategy whose best
+choice of all costs as much as the best known one is out: the search then gets what little is left.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from parplan.planner.solver.limits import LimitRow
 from parplan.planner.solver.problem import FloatArray, Problem
 from parplan.planner.solver.rows import RowTable, Terms, row_table
 
-__all__ = ["Pool", "Priced", "Prices", "Relaxation", "climb", "relax"]
+__all__ = ["Priced", "Prices", "Relaxation", "climb", "relax"]
 
 PATIENCE = 6
 """Steps without a better bound after which the step is halved."""
@@ -35,15 +34,15 @@ LISTED_CELLS, AT_ONCE = 4_000_000, 20_000
 """Strategies in a list of choices up to which it is made, and choices of which T is worked out at once."""
 
 ENUMERATED = 100_000
-"""Selections of a maximum times rows up to which all are in the pool from the start."""
+"""Selections of a maximum times rows up to which all are listed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prices:
     """One multiplicity per row of the maxima (those of a selection, or between several), and one price per limit.
 
-    A price is > 0 for the high side of its limit, < 0 for its low. `portions` are those of the selections in the pool
-    that make up the multiplicities (>= 0, sum 1 for every maximum with a weight; those not listed have none), if known.
+    A price is > 0 for the high side of its limit, < 0 for its low. `portions` are those of the selections that make up
+    the multiplicities (>= 0, sum 1 for every maximum with a weight), if they are listed and known.
     """
 
     rows: FloatArray
@@ -66,47 +65,22 @@ class Priced:
     loads: FloatArray
 
 
-class Pool:
-    """Selections that have a share in the bound: the multiplicities of all rows through one maximum with a weight."""
+@dataclass(frozen=True, eq=False)
+class Selections:
+    """All selections of rows: the multiplicities of all rows through one maximum with a weight, `top`."""
 
-    def __init__(self, table: RowTable) -> None:
-        self.table, self.tops = table, table.tops
-        self.top: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
-        self.multiplicity: FloatArray = np.zeros((0, len(table.constant)))
-        self._known: dict[bytes, int] = {}
-        counts = table.selections()
-        self.complete = [counts[top] * (1 + len(table.constant)) <= ENUMERATED for top in self.tops]
-        for top, complete in zip(self.tops, self.complete, strict=True):
-            if complete:
-                self._add(top, table.all_multiplicities(top))
+    top: NDArray[np.intp]
+    multiplicity: FloatArray
 
-    def start(self, choice: Sequence[int]) -> FloatArray:
-        """Shares of 1 for the selections that are critical at `choice`."""
-        _, reached = self.table.maxima(self.table.seconds(choice))
-        places = [self._add(top, self.table.multiplicity(reached, top)[None]) for top in self.tops]
-        portions = np.zeros(len(self.top))
-        portions[places] = 1.0
-        return portions
-
-    def grow(self, reached: Sequence[int]) -> None:
-        """Add the selections that are critical at a choice, given the row that reaches every maximum there."""
-        for top, complete in zip(self.tops, self.complete, strict=True):
-            if not complete:
-                self._add(top, self.table.multiplicity(reached, top)[None])
-
-    def _add(self, top: int, lines: FloatArray) -> int:
-        """Add what is new; the place of the last line."""
-        place = -1
-        new: list[FloatArray] = []
-        for line in lines:
-            key = top.to_bytes(8, "little") + line.tobytes()
-            place = self._known.setdefault(key, len(self._known))
-            if place == len(self.top) + len(new):
-                new.append(line)
-        if new:
-            self.top = np.append(self.top, np.full(len(new), top, dtype=np.intp))
-            self.multiplicity = np.vstack([self.multiplicity, *new])
-        return place
+    @staticmethod
+    def of(table: RowTable) -> Selections | None:
+        """Those of a problem; None where they are too many."""
+        counts, rows = table.selections(), len(table.constant)
+        if any(counts[top] * (1 + rows) > ENUMERATED for top in table.tops):
+            return None
+        lines = [table.all_multiplicities(top) for top in table.tops]
+        tops = np.repeat(np.array(table.tops, dtype=np.intp), [len(own) for own in lines])
+        return Selections(tops, np.vstack([np.zeros((0, rows)), *lines]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +102,7 @@ class Relaxation:
     classes: list[Classes]
     edges: list[tuple[FloatArray, Terms]]
     table: RowTable
-    pool: Pool
+    selections: Selections | None
     rows: list[LimitRow]
 
     def start(self) -> Prices:
@@ -137,21 +111,22 @@ class Relaxation:
         choice = self._solved(np.zeros(len(self.table.constant)), none)[1]
         best = None
         for _ in range(STARTS):
-            portions = self.pool.start(choice)
-            rows = portions @ self.pool.multiplicity
-            value, choice = self._solved(rows, none)
+            lines = self.table.critical(self.table.seconds(choice))
+            value, choice = self._solved(lines.sum(axis=0), none)
             if best is None or value > best[0]:
-                best = value, Prices(rows, none, portions)
+                best = value, lines
         assert best is not None
-        return best[1]
+        lines, portions = best[1], None
+        if self.selections is not None:
+            listed = self.selections.multiplicity
+            portions = sum(((listed == line).all(axis=1) for line in lines), np.zeros(len(listed)))
+        return Prices(lines.sum(axis=0), none, portions)
 
     def at(self, prices: Prices) -> Priced:
         """Solve at `prices`."""
         value, choice = self._solved(prices.rows, prices.limits)
         base, seconds, loads = self.measure(choice)
-        values, reached = self.table.maxima(seconds)
-        if np.isfinite(value):
-            self.pool.grow(reached)
+        values = self.table.maxima(seconds)[0]
         weights = np.array([maximum.weight for maximum in self.problem.maxima])
         return Priced(prices, value, choice, base + float(weights @ values), seconds, loads)
 
@@ -225,12 +200,12 @@ class Relaxation:
         return _Costs(node, [c.least(cost) for c, cost in zip(self.classes, node, strict=True)], edge, constant)
 
 
-def relax(problem: Problem, rows: Sequence[LimitRow], pool: Pool | None = None) -> Relaxation | None:
+def relax(problem: Problem, rows: Sequence[LimitRow], earlier: Relaxation | None = None) -> Relaxation | None:
     """The relaxation of a presolved problem with the limits `rows`; None if its graph is too wide.
 
-    `pool` is that of an earlier relaxation of the same problem.
+    `earlier` is one of the same problem with other limits.
     """
-    table = row_table(problem) if pool is None else pool.table
+    table = row_table(problem) if earlier is None else earlier.table
     classes = classes_of(table)
     tree = plant(problem, classes)
     if tree is None:
@@ -239,7 +214,8 @@ def relax(problem: Problem, rows: Sequence[LimitRow], pool: Pool | None = None) 
     for edge, terms in zip(problem.edges, table.edges, strict=True):
         s, t = classes[edge.source].first, classes[edge.target].first
         edges.append((edge.cost_s[np.ix_(s, t)], Terms(terms.rows, np.ascontiguousarray(terms.seconds[:, s][:, :, t]))))
-    return Relaxation(problem, tree, classes, edges, table, pool or Pool(table), list(rows))
+    selections = Selections.of(table) if earlier is None else earlier.selections
+    return Relaxation(problem, tree, classes, edges, table, selections, list(rows))
 
 
 def climb(
@@ -253,7 +229,12 @@ def climb(
     """The best-priced point of `steps` subgradient steps; `seen` takes each point and returns the best known T.
 
     Stops early at a proof, when no step helps, or when `time.monotonic()` passes `deadline`.
+
+    Args:
+        start: with portions of the selections.
     """
+    listed, tops = relaxation.selections, relaxation.table.tops
+    assert listed is not None
     best = point = relaxation.at(start)
     if not np.isfinite(point.value):
         return best
@@ -261,12 +242,12 @@ def climb(
     largest = [max((float(abs(c).max()) for c in row.terms.values()), default=0.0) for row in relaxation.rows]
     high, low = (np.array([getattr(row, side) for row in relaxation.rows]) for side in ("high", "low"))
     for _ in range(steps):
-        prices, top = point.prices, relaxation.pool.top
+        prices = point.prices
         assert prices.portions is not None
-        portions = np.append(prices.portions, np.zeros(len(top) - len(prices.portions)))
-        gain = relaxation.pool.multiplicity @ point.seconds
-        for m in relaxation.pool.tops:
-            own = top == m
+        portions = prices.portions.copy()
+        gain = listed.multiplicity @ point.seconds
+        for m in tops:
+            own = listed.top == m
             gain[own] -= gain[own] @ portions[own]
         gain = np.where((portions > 0) | (gain > 0), gain, 0.0)
         # The excess of every limit over its bound; negative slack only where the limit has a price already.
@@ -282,10 +263,10 @@ def climb(
         length = step * max(target - point.value, 1e-9 * abs(target)) / norm
         moved = prices.limits + length * excess * scale
         crossed = moved * prices.limits < 0
-        for m in relaxation.pool.tops:
-            own = top == m
+        for m in tops:
+            own = listed.top == m
             portions[own] = _onto_simplex(portions[own] + length * gain[own])
-        rows = portions @ relaxation.pool.multiplicity
+        rows = portions @ listed.multiplicity
         point = relaxation.at(Prices(rows, np.where(crossed, 0.0, moved), portions))
         target = min(target, seen(point))
         waited = 0 if point.value > best.value + 1e-7 * abs(best.value) else waited + 1

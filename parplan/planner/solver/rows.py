@@ -98,6 +98,12 @@ class RowTable:
                     reach[other] += factor * reach[m]
         return result
 
+    def critical(self, seconds: FloatArray) -> FloatArray:
+        """`multiplicity` of the rows that reach the maxima, given the own seconds of all, shape (tops, rows)."""
+        reached = self.maxima(seconds)[1]
+        lines = [self.multiplicity(reached, top) for top in self.tops]
+        return np.array(lines).reshape(len(lines), len(self.constant))
+
     def objectives(self, choices: NDArray[np.intp]) -> FloatArray:
         """T of many choices, shape (choices, nodes), whatever limits they break; shape (choices,)."""
         seconds, total = self.seconds(choices.T), np.zeros(len(choices))

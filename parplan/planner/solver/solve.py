@@ -198,13 +198,12 @@ class _Run:
         Args:
             brief: before the reductions that take long: what is left has had them.
         """
-        rows, prices, pool = some_rows(reduced.problem, PRICED_TERMS), None, None
+        rows, prices, relaxation = some_rows(reduced.problem, PRICED_TERMS), None, None
         met: list[list[int]] = []
         for _ in range(PRICE_ROUNDS):
-            relaxation = relax(reduced.problem, rows, pool)
+            relaxation = relax(reduced.problem, rows, relaxation)
             if relaxation is None:
                 return reduced.then(self.presolved) if brief else self.price_wide(reduced)
-            pool = relaxation.pool
             best = self.climb(reduced, relaxation, prices, met)
             self.raise_bound(best.value - 1e-12 * abs(best.value))
             if not np.isfinite(best.value):
@@ -280,7 +279,7 @@ class _Run:
             return self.objective if np.isfinite(self.objective) else 1.1 * abs(point.value)
 
         start = start or relaxation.start()
-        if start.portions is not None and all(relaxation.pool.complete):
+        if start.portions is not None:
             best = climb(relaxation, start, self.objective, STEPS, seen, self.deadline)
         else:
             best = relaxation.at(start)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from parplan.planner.solver.problem import FloatArray, Problem
-from parplan.planner.solver.relaxation import Pool
 from parplan.planner.solver.rows import row_table
 from parplan.planner.solver.wide.arrays import Arrays, Ints
 from parplan.planner.solver.wide.assignment import Assignment
@@ -77,8 +76,8 @@ class _Search:
 
     def __init__(self, problem: Problem, offer: Offer, deadline: float, cutoff: float) -> None:
         self.problem, self.offer, self.deadline = problem, offer, deadline
-        self.pool = Pool(row_table(problem))
-        self.multiplicity, self.constant = np.zeros(len(self.pool.table.constant)), 0.0
+        self.table = row_table(problem)
+        self.multiplicity, self.constant = np.zeros(len(self.table.constant)), 0.0
         self.arrays = Arrays(problem)
         self.messages = Messages(self.arrays)
         self.choice: Ints | None = None
@@ -133,7 +132,7 @@ class _Search:
                 if self.halved:
                     return False
                 if smooth is not None and (smooth <= 0).all() and self.bound <= before:
-                    return number == 0 and bool(self.pool.tops)
+                    return number == 0 and bool(self.table.tops)
                 before = self.bound
             if not self.open:
                 break
@@ -144,16 +143,16 @@ class _Search:
 
     def linearise(self, number: int) -> None:
         """Replace maxima by the mean of the selections of rows that are critical at the best choices so far."""
-        if not self.pool.tops:
+        if not self.table.tops:
             return
         choice = self.choice
         if choice is None:
             choice = np.array([int(node.cost_s.argmin()) for node in self.problem.nodes])
-        critical = self.pool.start(choice.tolist()) @ self.pool.multiplicity
+        critical = self.table.critical(self.table.seconds(choice.tolist())).sum(axis=0)
         self.multiplicity += (critical - self.multiplicity) / (number + 1)
-        self.constant = float(self.multiplicity @ self.pool.table.constant)
+        self.constant = float(self.multiplicity @ self.table.constant)
         values = self.messages.values
-        self.arrays = Arrays(self.problem, self.pool.table, self.multiplicity)
+        self.arrays = Arrays(self.problem, self.table, self.multiplicity)
         self.messages = Messages(self.arrays)
         self.messages.values = values
         self.cost = np.inf if self.choice is None else self.arrays.total(self.choice)
@@ -174,7 +173,7 @@ class _Search:
             return
         assignment.descend(self.deadline)
         cost = self.arrays.total(assignment.choice)
-        if cost < self.cost or self.pool.tops:
+        if cost < self.cost or self.table.tops:
             self.cutoff = self.offer(assignment.choice.tolist())
         if cost < self.cost:
             self.choice, self.cost = assignment.choice, cost
