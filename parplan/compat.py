@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from traceback import FrameSummary
 from types import FrameType
@@ -20,6 +20,7 @@ from unittest import mock
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
+from torch._decomp import decompositions
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram, _trace
 from torch.fx.experimental import _config
@@ -35,7 +36,7 @@ from torch.utils.hooks import BackwardHook
 __all__ = [
     "HOOK_FIELDS", "BackwardHook", "FakeTensor", "bent_sizes", "conversion_of", "expression_of", "guards_of",
     "hooks_of_all_modules", "in_functional_transform", "intercepted_functions", "intercepted_modules",
-    "is_composite", "lazy_code", "memory_of", "named_numbers", "overload_name", "own_buffer_assignments", "pytree",
+    "is_composite", "lazy_code", "memory_of", "mended_export", "overload_name", "own_buffer_assignments", "pytree",
     "schema_of", "symbolic_sizes", "traced_node", "unrecorded", "value_of", "warn_if_newer", "without_modes",
 ]  # fmt: skip
 
@@ -203,14 +204,25 @@ def lazy_code() -> Iterator[None]:
 
 
 @contextmanager
-def named_numbers() -> Iterator[None]:
-    """While it lasts, torch.export writes numbers of tensors in conditions by name, where torch < 2.13 raises."""
-    plain = DynamicDimConstraintPrinter._print_Symbol
+def mended_export() -> Iterator[None]:
+    """While it lasts, torch < 2.13 exports conditions on numbers of tensors and states of LSTM layers as later ones do.
 
-    def text(self: DynamicDimConstraintPrinter, symbol: sympy.Symbol) -> str:
-        return plain(self, symbol) if symbol in self.symbol_to_source else str(symbol)
+    It raised where it wrote the former, and squeezed the latter in the dimension of the samples.
+    """
+    written: Any = DynamicDimConstraintPrinter._print_Symbol
+    lstm: Any = decompositions.one_layer_lstm
 
-    with mock.patch.object(DynamicDimConstraintPrinter, "_print_Symbol", text):
+    def text(self: Any, symbol: sympy.Symbol) -> str:
+        return str(written(self, symbol) if symbol in self.symbol_to_source else symbol)
+
+    def layer(given: Tensor, before: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        made, states = lstm(given, before, *args, **kwargs)
+        return made, tuple(state.view(like.shape) for state, like in zip(states, before, strict=True))
+
+    with (
+        mock.patch.object(DynamicDimConstraintPrinter, "_print_Symbol", text),
+        mock.patch.object(decompositions, "one_layer_lstm", layer),
+    ):
         yield
 
 

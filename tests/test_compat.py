@@ -25,7 +25,7 @@ from parplan.compat import (
     is_composite,
     lazy_code,
     memory_of,
-    named_numbers,
+    mended_export,
     overload_name,
     own_buffer_assignments,
     pytree,
@@ -200,9 +200,27 @@ class _Bounded(nn.Module):
 
 
 def test_conditions_on_numbers_of_tensors_are_exported() -> None:
-    with named_numbers():
+    with mended_export():
         graph = torch.export.export(_Bounded(), (torch.ones(2),), strict=False).graph
     assert any(node.target is torch.ops.aten._assert_scalar.default for node in graph.nodes)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, 2, bidirectional=True, proj_size=3)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return pytree.tree_leaves(self.lstm(x))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes", "ignore:LSTM with projections")
+def test_the_states_of_an_lstm_are_exported_with_their_shapes() -> None:
+    model, x = _Recurrent(), torch.zeros(5, 6, 4)
+    with mended_export():
+        graph = torch.export.export(model, (x,), strict=False).graph
+    results: Any = graph.output_node().args[0]
+    assert [node.meta["val"].shape for node in results] == [made.shape for made in model(x)]
 
 
 def test_all_ways_to_compute_a_gradient_go_through_one_function(monkeypatch: pytest.MonkeyPatch) -> None:

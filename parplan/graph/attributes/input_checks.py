@@ -128,8 +128,7 @@ def asserted_in(program: ExportedProgram) -> tuple[list[InputCheck], list[str]]:
         line, code = code_line(node, installed=True), fx.GraphModule({}, condition)
         checks.append(InputCheck(line, code, str(condition), leaves, True))
     unread = [node for node in graph.nodes if node.target in _ASSERTS]
-    while unread:
-        node = unread.pop()
+    for node in unread:  # which grows
         sources = node.all_input_nodes
         graph.erase_node(node)
         unread += [one for one in sources if not one.users and isinstance(one.meta.get("val"), _NUMBERS)]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from parplan.compat import overload_name, pytree, schema_of
+from parplan.compat import mended_export, overload_name, pytree, schema_of
 from parplan.errors import CaptureError
 from parplan.garbage import seldom_collected
 from parplan.graph.attributes.containers import register_caches
@@ -62,6 +62,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 @_one_at_a_time()
 @seldom_collected()
+@mended_export()
 def capture(
     model: nn.Module,
     args: Sequence[Any],

@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from parplan.compat import expression_of, lazy_code, named_numbers, pytree
+from parplan.compat import expression_of, lazy_code, pytree
 from parplan.errors import CaptureError
 from parplan.graph.attributes.containers import ContainerResults, returned_containers
 from parplan.graph.attributes.first_call import Change, refusal
@@ -230,7 +230,6 @@ def _export(call: ExportRequest, given: Any, equal: EqualBlocks | None) -> Expor
         with (
             quiet(call.said),
             lazy_code(),
-            named_numbers(),
             stand_ins(model),
             missing_devices(),
             idle_conversions(),
