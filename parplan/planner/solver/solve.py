@@ -61,7 +61,7 @@ SHARE = 0.3
 PRICED_TERMS, SEARCHED_TERMS = 10_000, 50_000
 """Terms in memory rows above which rows are added only as choices break them, in pricing and in search."""
 SEARCHED_CELLS = 300_000
-"""Pairs of strategies on all edges above which integer search sees parts of a problem, not the whole."""
+"""Pairs of strategies on all edges above which prices climb until the deadline: too many for integer search."""
 EXPLAIN_S = 5.0
 LISTED, TRIED = 1e12, 200
 """Combinations of strategies up to which all choices below the cutoff are listed, and how many of them are tried: the
