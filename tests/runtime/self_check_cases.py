@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from parplan.errors import SelfCheckError
+from parplan.errors import SelfCheckError, UncheckedWarning
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.distributed import DistributedTransport
 from tests.runtime.faulty_nets import LosesFunction, losing
@@ -54,6 +54,28 @@ def later_captures_alone(rank: int, ranks: int) -> None:
         (alone,) = model.checked[1:]
         assert not alone.unchecked
         assert "it was checked in this one" in alone.left_out[-1]
+
+
+class Heads(nn.Module):
+    """Two heads, or one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.whole = nn.Linear(6, 4).double(), nn.Linear(6, 4).double()
+
+    def forward(self, x: Tensor, both: bool) -> Any:
+        return self.whole(x) + self.cut(x) if both else self.whole(x)
+
+
+def unknown_company(rank: int, ranks: int) -> None:
+    """Where nothing is exchanged, no process knows that the others are there; none holds what is cut of the model."""
+    shards, replicas = spread(ranks, "out-features"), spread(ranks, "data")
+    model = Compiled(Heads(), planner(lambda layer: (shards if layer.name == "cut" else replicas)(layer), ranks))
+    x = torch.randn(4, 6, dtype=torch.float64)
+    model(x, True).sum().backward()
+    with pytest.warns(UncheckedWarning, match="do not wait for each other .* it holds only a part of the model"):
+        model.eval()(x, False)
+    assert [bool(record.unchecked) for record in model.checked] == [False, True]
 
 
 def lost_in_capture(rank: int, ranks: int) -> None:
@@ -117,6 +139,7 @@ CASES = {
     for case in (
         sound_models_pass,
         later_captures_alone,
+        unknown_company,
         lost_in_capture,
         faults_are_found,
         stale_replica,

@@ -142,10 +142,13 @@ class SelfCheck:
             return self._compared(subject, call, agreement.samples, record)
         sharding = self._captures.programs.sharding
         if captured.groups is not None or (sharding is not None and sharding.cuts):
-            raise _Unchecked(
-                "this process came to a new capture alone (other shapes or another mode than the others'), and holds "
-                "only a part of the model; let all processes meet new shapes in the same step"
+            why = (
+                "processes do not wait for each other in this step, so this one cannot count on the others to compare"
+                if agreement.wishes is None
+                else "this process came to a new capture alone (other shapes or another mode than the others': let all "
+                "meet new shapes in the same step)"
             )
+            raise _Unchecked(f"{why}, and it holds only a part of the model")
         transport = LocalTransport([self._transport.physical(self._transport.rank)] * self._transport.processes)
         programs = Programs(self._module, transport, replace(self._options, threads=False, output=0))
         alone = replace(subject, programs=programs, transport=transport)
