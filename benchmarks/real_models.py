@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 import parplan
 from benchmarks.real_model_configs import MODELS, Subject
-from benchmarks.training import TOLERANCE, Outcome, Verdict, in_float64
+from benchmarks.training import TOLERANCE, Outcome, Verdict, in_type
 from benchmarks.workers import Workers
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.plan import Plan, Strategy
@@ -193,7 +193,7 @@ def run_case(rank: int, ranks: int, subject: Subject, kind: str) -> Outcome:
         right = not missing and off[worst] <= TOLERANCE
         return Outcome(Verdict.RIGHT if right else Verdict.WRONG, json.dumps(facts))
 
-    return in_float64(compared)
+    return in_type(compared)
 
 
 def of_kind(layer: Layer, strategy: Strategy) -> str:

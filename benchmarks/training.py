@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import parplan
 
-__all__ = ["TOLERANCE", "Outcome", "Run", "Script", "Verdict", "compare", "in_float64", "judge", "worst"]
+__all__ = ["TOLERANCE", "Outcome", "Run", "Script", "Verdict", "compare", "in_type", "judge", "worst"]
 
 TOLERANCE = 1e-9  # relative, float64
 WITH_WEIGHTS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.RNNBase)
@@ -54,7 +54,8 @@ class Record:
     """One recorded value.
 
     Attributes:
-        kind: "same" on all ranks, "mean" over ranks, or "rows": samples along `dim`, each rank its own.
+        kind: "same" on all ranks; "state", a parameter or buffer, which is so too; "mean" over ranks; or "rows":
+            samples along `dim`, each rank its own.
     """
 
     kind: str
@@ -153,14 +154,17 @@ class Run:
 
     def same(self, name: str, value: Any) -> None:
         """Record a value that is alike on all ranks."""
+        self._alike(name, value, "same")
+
+    def _alike(self, name: str, value: Any, kind: str) -> None:
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        self._record(name, Record("same", value.detach().clone() if isinstance(value, Tensor) else value))
+        self._record(name, Record(kind, value.detach().clone() if isinstance(value, Tensor) else value))
 
     def state(self, model: nn.Module, name: str = "") -> None:
         """Record a model's parameters and buffers, and which parameters have gradients."""
         for key, value in model.state_dict().items():
-            self.same(f"{name}{key}", value)
+            self._alike(f"{name}{key}", value, "state")
         self.same(f"{name}gradients", self._on_any_rank({k for k, p in model.named_parameters() if p.grad is not None}))
 
     def _on_any_rank(self, names: set[str]) -> list[str]:
@@ -198,8 +202,14 @@ def pins(plan: str, module: nn.Module, free: Sequence[str] = ()) -> list[str] | 
     return [f"{name}={'replicas' if number < half else 'shards'}:2" for number, name in enumerate(names)]
 
 
-def compare(found: Run, wanted: Run, tolerance: float = TOLERANCE) -> list[str]:
-    """Differences between what a compiled and the plain run recorded, a line each, in the order of recording."""
+def compare(found: Run, wanted: Run, tolerance: float = TOLERANCE, of_states: float = TOLERANCE) -> list[str]:
+    """Differences between what a compiled and the plain run recorded, a line each, in the order of recording.
+
+    Args:
+        tolerance: relative, of results.
+        of_states: of parameters and buffers: an optimizer takes a step of full length along a gradient that is nothing
+            but rounding (of a bias in front of batch norm, say).
+    """
     lines = [f"{name}: not recorded" for name in wanted.records if name not in found.records]
     for name, record in found.records.items():
         if name not in wanted.records:
@@ -208,7 +218,8 @@ def compare(found: Run, wanted: Run, tolerance: float = TOLERANCE) -> list[str]:
         value, plain = record.value, wanted.records[name].value
         if record.kind == "rows":
             plain = found.own(plain, record.dim)
-        lines += [f"{name}: {line}" for line in _difference(value, plain, tolerance)]
+        within = max(tolerance, of_states) if record.kind == "state" else tolerance
+        lines += [f"{name}: {line}" for line in _difference(value, plain, within)]
     return lines
 
 
@@ -226,10 +237,10 @@ def _difference(value: Any, plain: Any, tolerance: float) -> Sequence[str]:
     return [] if off <= tolerance * scale else [f"{off / scale:.1e} off"]
 
 
-def in_float64(run: Callable[[], Outcome]) -> Outcome:
-    """The outcome of a run whose tensors are float64 by default; what it raises is an outcome, too."""
+def in_type(run: Callable[[], Outcome], dtype: torch.dtype = torch.float64) -> Outcome:
+    """The outcome of a run whose tensors are of `dtype` by default; what it raises is an outcome, too."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         return run()
     except parplan.ParplanError as error:
@@ -240,18 +251,24 @@ def in_float64(run: Callable[[], Outcome]) -> Outcome:
         torch.set_default_dtype(before)
 
 
-def judge(script: Script, run: Run, tolerance: float = TOLERANCE) -> Outcome:
-    """Run a script compiled and plain, in float64, and compare."""
+def judge(
+    script: Script,
+    run: Run,
+    tolerance: float = TOLERANCE,
+    of_states: float = TOLERANCE,
+    dtype: torch.dtype = torch.float64,
+) -> Outcome:
+    """Run a script compiled and plain, with tensors of `dtype`, and compare."""
 
     def compared() -> Outcome:
         plain = Run(seed=run.seed)
         script(plain)
         run.__post_init__()  # both start from the same random numbers
         script(run)
-        lines = compare(run, plain, tolerance)
+        lines = compare(run, plain, tolerance, of_states)
         return Outcome(Verdict.WRONG, "\n".join([*lines[:8], *run.plans])) if lines else Outcome(Verdict.RIGHT)
 
-    return in_float64(compared)
+    return in_type(compared, dtype)
 
 
 def worst(outcomes: Sequence[Outcome]) -> Outcome:

@@ -1,4 +1,4 @@
-"""All cells of the pattern suite: python -m tests.patterns [--only NAMES] [--cells CELLS] [--json FILE]."""
+"""All cells of the pattern suite: python -m tests.patterns [--only NAMES] [--cells CELLS] [--float32] [--json FILE]."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
+
+import torch
 
 from benchmarks.workers import Workers
 from parplan.files import check_writable, write_files
@@ -22,7 +24,9 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="patterns by name, with * and ?, separated by commas")
     parser.add_argument("--cells", default="*", help="cells such as one/* or ranks/shards, separated by commas")
     parser.add_argument("--json", help="write the outcomes here")
+    parser.add_argument("--float32", action="store_true", help="in float32, where float64 is the rule")
     options = parser.parse_args()
+    dtype = torch.float32 if options.float32 else torch.float64
     if options.json:
         check_writable(options.json, "--json")
     outcomes: dict[str, Any] = {}
@@ -32,7 +36,7 @@ def main() -> int:
             for name, cell in ((name, f"{launch}/{plan}") for name in PATTERNS for plan in PLANS):
                 if not _among(name, options.only) or not _among(cell, options.cells):
                     continue
-                outcome = launched(workers, name, cell)
+                outcome = launched(workers, name, cell, dtype)
                 outcomes[f"{name} {cell}"] = {**asdict(outcome), "verdict": outcome.verdict.value}
                 known = first_match(KNOWN_WRONG.get(name, {}), cell)
                 trouble = PATTERNS[name].trouble(cell, outcome)

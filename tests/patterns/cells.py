@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from benchmarks.training import Outcome, Run, judge
 from benchmarks.workers import Workers
 from tests.patterns import (
@@ -29,6 +31,9 @@ from tests.patterns.pattern import Pattern
 
 __all__ = ["PATTERNS", "launched", "run_cell"]
 
+# Relative, of results and of states: what steps of training make of rounding. A constant that is stale is off by more.
+ROUNDING = {torch.float64: (0.0, 0.0), torch.float32: (1e-3, 0.2)}
+
 _SECTIONS = (
     loops.SECTION, optimizers.SECTION, checkpoints.SECTION, models.SECTION, data.SECTION, modules.SECTION,
     attributes.SECTION, custom_autograd.SECTION, precision.SECTION, second_round.SECTION,
@@ -41,12 +46,14 @@ _SECTIONS = (
 PATTERNS: dict[str, Pattern] = {pattern.name: pattern for section in _SECTIONS for pattern in section}
 
 
-def launched(workers: Workers, name: str, cell: str) -> Outcome:
+def launched(workers: Workers, name: str, cell: str, dtype: torch.dtype = torch.float64) -> Outcome:
     """Run one pattern in one cell, on workers of its launch."""
-    return workers.run(run_cell, name, cell.split("/")[1])
+    return workers.run(run_cell, name, cell.split("/")[1], dtype)
 
 
-def run_cell(rank: int, ranks: int, name: str, plan: str) -> Outcome:
+def run_cell(rank: int, ranks: int, name: str, plan: str, dtype: torch.dtype) -> Outcome:
     """One pattern under one plan, in this process or as one rank of a group."""
     pattern = PATTERNS[name]
-    return judge(pattern.script, Run(rank, ranks, compiled=True, plan=plan, free=pattern.free), pattern.tolerance)
+    run = Run(rank, ranks, compiled=True, plan=plan, free=pattern.free)
+    of_results, of_states = ROUNDING[dtype]
+    return judge(pattern.script, run, max(pattern.tolerance, of_results), of_states, dtype)

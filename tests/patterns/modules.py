@@ -152,12 +152,12 @@ def torch_compile_inside(run: Run) -> None:
     steps(run, model, sgd(model))
 
 
-@SECTION("modules converted between steps: `model.double()`, `requires_grad_()`, `share_memory()`")
+@SECTION("modules converted between steps: `model.to(dtype)`, `requires_grad_()`, `share_memory()`")
 def converted(run: Run) -> None:
     model = run.compile(conv_net())
     optimizer = sgd(model)
     steps(run, model, optimizer, 1, shape=(3, 6, 6))
-    model.double()
+    model.to(torch.get_default_dtype())
     model.requires_grad_(True)
     steps(run, model, optimizer, 2, shape=(3, 6, 6))
 

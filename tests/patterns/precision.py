@@ -74,7 +74,7 @@ def grad_scaler(run: Run) -> None:
         x, classes = run.randn(BATCH, 6), run.randint(4, BATCH)
         if step == 2 and run.rank == run.ranks - 1:
             x = x.clone()
-            x[-1] = 1e308  # the overflow is in one rank's samples
+            x[-1] = torch.finfo(x.dtype).max  # the overflow is in one rank's samples
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x * 1e3 if step == 2 else x), classes)
         scaler.scale(loss).backward()

@@ -268,7 +268,7 @@ def dpo(run: Run) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         run.mean("loss", loss)
-        run.mean("accuracy", (gains[:, 0] > gains[:, 1]).double().mean())
+        run.mean("margin", (gains[:, 0] - gains[:, 1]).mean())
     run.state(model)
 
 

@@ -197,7 +197,8 @@ def relative_buckets(run: Run) -> None:
             self.layers = nn.ModuleList(Attention(i == 0) for i in range(3))
 
         def forward(self, words: Tensor) -> Any:
-            mask = (1.0 - words.ne(0).to(torch.get_default_dtype()))[:, None, None, :] * torch.finfo(torch.float64).min
+            dtype = torch.get_default_dtype()
+            mask = (1.0 - words.ne(0).to(dtype))[:, None, None, :] * torch.finfo(dtype).min
             x, bias = self.shared(words), None
             for layer in self.layers:
                 y, bias = layer(F.rms_norm(x, (8,)), mask, bias)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import pytest
+import torch
 
 from benchmarks.workers import Workers
 from tests.patterns.cells import PATTERNS, launched
@@ -39,6 +40,14 @@ def workers() -> Iterator[Mapping[str, Workers]]:
 @pytest.mark.parametrize(("name", "cell"), _cells())
 def test_a_pattern_is_right_or_refused(workers: Mapping[str, Workers], name: str, cell: str) -> None:
     trouble = PATTERNS[name].trouble(cell, launched(workers[cell.split("/")[0]], name, cell))
+    assert trouble is None, trouble
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in PATTERNS if name not in KNOWN_WRONG])
+def test_a_pattern_is_right_or_refused_in_float32(workers: Mapping[str, Workers], name: str) -> None:
+    """As trained: the self-check has to tell rounding from what is wrong."""
+    trouble = PATTERNS[name].trouble("one/mixed", launched(workers["one"], name, "one/mixed", torch.float32))
     assert trouble is None, trouble
 
 
