@@ -44,6 +44,7 @@ class Spec:
         ranks: processes; 1 for one process with `devices` logical devices.
         plan: "pins": random legal strategies for every layer; "solver": the solver's own.
         prepare: whether the plan is made at `compile`, from an example, or at the first call.
+        float32: train in it, instead of float64.
     """
 
     seed: int
@@ -59,6 +60,7 @@ class Spec:
     scheme: str
     threads: bool
     prepare: bool
+    float32: bool
 
     @property
     def key(self) -> str:
@@ -96,6 +98,7 @@ def drawn(seed: int, ranks: int) -> Spec:
         scheme=draw.choice(("auto", "auto", "auto", "gather", "broadcast", "interleave")),
         threads=ranks == 1 and draw.random() < 0.1,
         prepare=draw.random() < 0.5,
+        float32=draw.random() < 0.25,
     )
 
 
@@ -113,7 +116,8 @@ def run_spec(rank: int, ranks: int, spec: Spec) -> Outcome:
         options["devices"] = ["cpu"] * spec.devices
     if spec.plan == "pins":
         options["pins"] = random_pins(make, spec)
-    return judge(script, Run(rank, ranks, compiled=True, options=options, seed=spec.seed))
+    run = Run(rank, ranks, compiled=True, options=options, seed=spec.seed)
+    return judge(script, run, dtype=torch.float32 if spec.float32 else torch.float64)
 
 
 def random_pins(make: Callable[[], fuzz_models.Drawn], spec: Spec) -> list[str] | None:
@@ -167,7 +171,8 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
         yield replace(spec, actions=spec.actions[:number] + spec.actions[number + 1 :])
     for number in range(len(spec.blocks)):
         yield replace(spec, blocks=spec.blocks[:number] + spec.blocks[number + 1 :])
-    plain: dict[str, Any] = {"head": "scores", "optimizer": "sgd", "plan": "solver", "scheme": "auto", "threads": False}
+    plain: dict[str, Any] = {"head": "scores", "optimizer": "sgd", "plan": "solver", "scheme": "auto", "threads": False,
+                             "float32": False}  # fmt: skip
     for name, value in plain.items():
         if getattr(spec, name) != value:
             yield replace(spec, **{name: value})

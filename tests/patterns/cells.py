@@ -31,9 +31,6 @@ from tests.patterns.pattern import Pattern
 
 __all__ = ["PATTERNS", "launched", "run_cell"]
 
-# Relative, of results and of states: what steps of training make of rounding. A constant that is stale is off by more.
-ROUNDING = {torch.float64: (0.0, 0.0), torch.float32: (1e-3, 0.2)}
-
 _SECTIONS = (
     loops.SECTION, optimizers.SECTION, checkpoints.SECTION, models.SECTION, data.SECTION, modules.SECTION,
     attributes.SECTION, custom_autograd.SECTION, precision.SECTION, second_round.SECTION,
@@ -55,5 +52,4 @@ def run_cell(rank: int, ranks: int, name: str, plan: str, dtype: torch.dtype) ->
     """One pattern under one plan, in this process or as one rank of a group."""
     pattern = PATTERNS[name]
     run = Run(rank, ranks, compiled=True, plan=plan, free=pattern.free)
-    of_results, of_states = ROUNDING[dtype]
-    return judge(pattern.script, run, max(pattern.tolerance, of_results), of_states, dtype)
+    return judge(pattern.script, run, pattern.tolerance, dtype)
