@@ -23,7 +23,8 @@ replicas, in two shards, half of them each, and under the solver's own plan. "Ri
 buffers are the plain run's to 1e-9 relative. "Refused" means an error of parplan's that says what to do.
 
 The patterns are in `tests/patterns/`, which writes this page: `python -m tests.patterns.page`. All cells are run by
-`python -m tests.patterns`; the tests run one plan of each per launch.
+`python -m tests.patterns`; the tests run one plan of each per launch, and one in float32, where losses are compared to
+1e-3 and states to 0.2 (`--float32`: an optimizer takes whole steps along gradients that are nothing but rounding).
 """
 
 
