@@ -18,6 +18,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Strategy
 from tests.graph.by_hand import assert_same_numbers, halves, run_by_hand, whole
 from tests.graph.models import MODELS, Buffers, Residual, rand
+from tests.torch_versions import only_before
 
 
 def thirds(graph: LayerGraph, layer: Layer) -> Strategy:
@@ -288,7 +289,11 @@ class WrongShape(nn.Module):
     [
         (Branches, r"Branches cannot be captured: .*data-dependent(.|\n)*test_capture\.py:\d+: if x\.sum\(\) > 0"),
         (Branches, r"torch\.where"),
-        (Checked, r"torch\.distributions checks values of tensors; pass it validate_args=False\n  at .*Normal\("),
+        pytest.param(
+            Checked,
+            r"torch\.distributions checks values of tensors; pass it validate_args=False\n  at .*Normal\(",
+            marks=only_before((2, 15), "its export makes assertions of these checks"),
+        ),
         (ChangesInput, r"changes 'x' in place\n  at .*test_capture\.py:\d+: x\.add_\(1\)"),
         (ChangesParameter, r"the model changes 'w' in place\n  at .*self\.w\.mul_\(0\.9\)"),
         (Conditional, r"holds a sub-graph, which parplan does not plan yet"),
