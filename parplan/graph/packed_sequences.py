@@ -21,7 +21,7 @@ from torch.nn.utils import rnn
 
 from parplan.errors import CaptureError
 from parplan.graph.axes.row_syntax import OpAxis
-from parplan.graph.axes.table import OWN_ROWS, Call
+from parplan.graph.axes.table import OWN_ROWS, Call, own_op
 
 __all__ = ["RNN_PACKED", "Packed", "longest", "packed_sequences", "run_packed"]
 
@@ -112,26 +112,16 @@ def run_packed(
     return [out, *(tensor if back is None else tensor.index_select(1, back) for tensor in last)]
 
 
-rnn_packed = torch.library.custom_op("parplan::rnn_packed", run_packed, mutates_args=())
-
-
-@rnn_packed.register_fake
-def _(
-    values: Sequence[Tensor],
-    state: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    mode: str,
-    flags: Sequence[bool],
-    sizes: Sequence[int],
-    dropout: float,
-) -> list[Tensor]:
+def _without_values(values: Sequence[Tensor], *more: Any) -> list[Tensor]:
+    """What `run_packed` gives, by its arguments."""
+    _, _, mode, flags, sizes, _ = more
     padded, options = values[0], _Options(*flags, *sizes)
     out = padded.new_empty((*padded.shape[:2], options.directions * (options.projected or options.hidden)))
     shapes = options.state_shapes(mode, padded.shape[0 if options.batch_first else 1])
     return [out, *(padded.new_empty(shape) for shape in shapes)]
 
 
-RNN_PACKED = torch.ops.parplan.rnn_packed.default
+RNN_PACKED = own_op("rnn_packed", run_packed, _without_values)
 
 
 def longest(nodes: Iterable[fx.Node], name: str) -> int | None:
@@ -224,5 +214,5 @@ def _run_layer(layer: nn.RNNBase, packed: Packed, state: Any) -> tuple[Packed, A
     flags = [packed.batch_first, packed.sorted, layer.bias, layer.bidirectional, layer.training]
     sizes = [layer.num_layers, layer.hidden_size, layer.proj_size]
     values, weights = [packed.padded, packed.lengths], [getattr(layer, name) for name in layer._flat_weights_names]
-    out, *last = rnn_packed(values, start, weights, layer.mode, flags, sizes, float(layer.dropout))
+    out, *last = RNN_PACKED(values, start, weights, layer.mode, flags, sizes, float(layer.dropout))
     return Packed(out, packed.lengths, packed.batch_first, packed.sorted), tuple(last) if len(last) > 1 else last[0]

@@ -17,24 +17,21 @@ from torch.overrides import TorchFunctionMode
 
 from parplan.graph.axes.call import Call
 from parplan.graph.axes.row_syntax import Cut, OpAxis
-from parplan.graph.axes.table import OWN_ROWS
+from parplan.graph.axes.table import OWN_ROWS, own_op
 
 __all__ = ["EXPERT_PRODUCTS", "GroupedInDouble", "grouped_in_double", "run_expert_products"]
 
 
-@torch.library.custom_op("parplan::expert_products", mutates_args=())
-def expert_products(rows: Tensor, weight: Tensor, experts: Tensor, count: int) -> Tensor:
+def _all_products(rows: Tensor, weight: Tensor, experts: Tensor, count: int) -> Tensor:
     """Every row times the matrix of its expert; see `run_expert_products`. `count` is the number of all experts."""
-    with torch.no_grad():
-        return run_expert_products(rows, weight, experts)
+    return run_expert_products(rows, weight, experts)
 
 
-@expert_products.register_fake
-def _(rows: Tensor, weight: Tensor, experts: Tensor, count: int) -> Tensor:
+def _without_values(rows: Tensor, weight: Tensor, *more: Any) -> Tensor:
     return rows.new_empty((rows.shape[0], weight.shape[2]))
 
 
-EXPERT_PRODUCTS = torch.ops.parplan.expert_products.default
+EXPERT_PRODUCTS = own_op("expert_products", _all_products, _without_values)
 
 
 def run_expert_products(rows: Tensor, weight: Tensor, experts: Tensor, first: int = 0) -> Tensor:
@@ -88,16 +85,9 @@ def _axes(call: Call) -> tuple[OpAxis, ...]:
 OWN_ROWS[EXPERT_PRODUCTS] = _axes
 
 
-@torch.library.custom_op("parplan::grouped_products", mutates_args=())
-def grouped_products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`grouped_mm` of [rows, in] with [experts, in, out] in any precision; rows of expert `e` end at `ends[e]`."""
-    with torch.no_grad():
-        return run_expert_products(rows, weight, _expert_of_rows(rows, ends))
-
-
-@grouped_products.register_fake
-def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty((rows.shape[0], weight.shape[2]))
+    return run_expert_products(rows, weight, _expert_of_rows(rows, ends))
 
 
 def _expert_of_rows(rows: Tensor, ends: Tensor) -> Tensor:
@@ -114,7 +104,10 @@ def _backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
     return of_rows, of_weight, None
 
 
-grouped_products.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+GROUPED_PRODUCTS = own_op("grouped_products", _grouped, _without_values)
+torch.library.register_autograd(
+    GROUPED_PRODUCTS, _backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 def grouped_in_double(rows: Tensor, weight: Tensor, **more: Any) -> Tensor:
@@ -126,7 +119,7 @@ def grouped_in_double(rows: Tensor, weight: Tensor, **more: Any) -> Tensor:
         more: `offs`, the end of each expert's rows, and further arguments of `grouped_mm`.
     """
     if rows.dtype is torch.float64 and weight.dim() == 3 and more.get("offs") is not None:
-        found: Tensor = torch.ops.parplan.grouped_products(rows, weight, more["offs"])
+        found: Tensor = GROUPED_PRODUCTS(rows, weight, more["offs"])
         return found
     return functional.grouped_mm(rows, weight, **more)
 

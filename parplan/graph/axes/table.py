@@ -12,7 +12,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from parplan.graph.axes import elementwise as rows
 from parplan.graph.axes import views as view_rows
@@ -22,7 +22,7 @@ from parplan.graph.axes.row_syntax import Cut, OpAxis
 
 __all__ = [
     "OWN_ROWS", "TABLE", "Call", "axes_of", "is_tensor", "overload", "own_op", "register_row", "row_of", "shape_of",
-    "unknown_ops",
+    "unfilled", "unknown_ops",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -149,11 +149,20 @@ TABLE: dict[Any, Row] = {
 OWN_ROWS: dict[Any, Row] = {}
 
 
-def own_op(name: str, run: Callable[..., Any]) -> Any:
-    """An op of parplan's own that calls `run`, on tensors without values too: it has the shapes that this gives."""
+def own_op(name: str, run: Callable[..., Any], without_values: Callable[..., Any] | None = None) -> Any:
+    """An op of parplan's own that calls `run`: also on tensors without values, for the shapes of its results.
+
+    Args:
+        without_values: called on these in place of `run`, which reads values.
+    """
     made = torch.library.custom_op(f"parplan::{name}", run, mutates_args=())
-    made.register_fake(run)
+    made.register_fake(without_values or run)
     return getattr(torch.ops.parplan, name).default
+
+
+def unfilled(like: Iterable[Tensor]) -> list[Tensor]:
+    """New tensors, of the sizes, strides, types and devices of others."""
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in like]
 
 
 def row_of(op: Any) -> Row | None:

@@ -8,13 +8,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from parplan.compat import expression_of, pytree
 from parplan.graph.axes.call import is_inplace
-from parplan.graph.axes.table import own_op
+from parplan.graph.axes.table import own_op, unfilled
 from parplan.graph.export.late_writes import DETACHED, NO_GRAD
 
 __all__ = ["MARK", "RESULTS", "Span", "UnequalBlocks", "listed", "name_in_order", "tensor_facts"]
@@ -25,7 +24,7 @@ RESULTS: dict[str, Sequence[Tensor]] = {}
 
 def _results(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
     """Results of a block that is not traced."""
-    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in RESULTS[key]]
+    return unfilled(RESULTS[key])
 
 
 MARK = own_op("equal_block", _results)

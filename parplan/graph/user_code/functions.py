@@ -18,27 +18,20 @@ from torch import Tensor, fx
 
 from parplan.errors import RuntimeFailure
 from parplan.graph.axes.row_syntax import OpAxis
-from parplan.graph.axes.table import OWN_ROWS, Call
+from parplan.graph.axes.table import OWN_ROWS, Call, own_op, unfilled
 from parplan.graph.sites import site_of
 from parplan.graph.user_code.function_axes import Followed
 from parplan.graph.user_code.module_hooks import Template
 
-__all__ = ["CUSTOM_FUNCTION", "FunctionSite", "custom_function", "function_of", "known_sites"]
+__all__ = ["CUSTOM_FUNCTION", "FunctionSite", "function_of", "known_sites"]
 
 
-@torch.library.custom_op("parplan::custom_function", mutates_args=())
-def custom_function(tensors: Sequence[Tensor], site: str) -> list[Tensor]:
+def _call(tensors: Sequence[Tensor], site: str) -> list[Tensor]:
     """A call of an autograd Function; only a name, as `FunctionSite.run` runs in its place."""
     raise NotImplementedError(site)
 
 
-@custom_function.register_fake
-def _(tensors: Sequence[Tensor], site: str) -> list[Tensor]:
-    results: Sequence[Tensor] = _known[-1][site].results
-    return [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=r.device) for r in results]
-
-
-CUSTOM_FUNCTION = torch.ops.parplan.custom_function.default
+CUSTOM_FUNCTION = own_op("custom_function", _call, lambda tensors, site: unfilled(_known[-1][site].results))
 
 
 @dataclass

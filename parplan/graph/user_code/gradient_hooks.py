@@ -23,15 +23,14 @@ from torch import Tensor
 from parplan.compat import FakeTensor
 from parplan.errors import RuntimeFailure
 from parplan.graph.axes.row_syntax import OpAxis
-from parplan.graph.axes.table import OWN_ROWS, Call, shape_of
+from parplan.graph.axes.table import OWN_ROWS, Call, own_op, shape_of
 from parplan.graph.sites import Treatment
 from parplan.graph.user_code.module_hooks import Template
 
-__all__ = ["GRADIENT_HOOK", "Handle", "Hook", "HookCode", "HookSite", "gradient_hook"]
+__all__ = ["GRADIENT_HOOK", "Handle", "Hook", "HookCode", "HookSite"]
 
 
-@torch.library.custom_op("parplan::gradient_hook", mutates_args=())
-def gradient_hook(tensor: Tensor, values: Sequence[Tensor], site: str) -> Tensor:
+def _hooked(tensor: Tensor, values: Sequence[Tensor], site: str) -> Tensor:
     """The tensor, unchanged; where a step runs, the hook is called with its gradient (`HookSite.attach`).
 
     `values` are tensors of the forward that the hook reads.
@@ -39,17 +38,12 @@ def gradient_hook(tensor: Tensor, values: Sequence[Tensor], site: str) -> Tensor
     return tensor.clone()
 
 
-@gradient_hook.register_fake
-def _(tensor: Tensor, values: Sequence[Tensor], site: str) -> Tensor:
-    return torch.empty_like(tensor)
-
-
-gradient_hook.register_autograd(
+GRADIENT_HOOK = own_op("gradient_hook", _hooked)
+torch.library.register_autograd(
+    GRADIENT_HOOK,
     lambda ctx, gradient: (gradient, [None] * ctx.values, None),
     setup_context=lambda ctx, inputs, output: setattr(ctx, "values", len(inputs[1])),
 )
-
-GRADIENT_HOOK = torch.ops.parplan.gradient_hook.default
 
 # Until it is routed, nothing reads what the op gives; an exporter must not take it for dead code.
 torch.fx.node.has_side_effect(GRADIENT_HOOK)

@@ -29,8 +29,8 @@ from parplan.graph.batch_changes import BatchChanges
 from parplan.graph.export.late_writes import NO_GRAD
 from parplan.graph.sites import set_site
 from parplan.graph.user_code.function_probe import probe
-from parplan.graph.user_code.functions import CUSTOM_FUNCTION, FunctionSite, custom_function, known_sites
-from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, Handle, HookCode, HookSite, gradient_hook
+from parplan.graph.user_code.functions import CUSTOM_FUNCTION, FunctionSite, known_sites
+from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, Handle, HookCode, HookSite
 from parplan.graph.user_code.hook_routing import route_through_hooks
 from parplan.graph.user_code.module_hooks import Template, is_torchs
 from parplan.graph.user_line import calling_line
@@ -132,7 +132,7 @@ class OpaqueCalls:
             finally:
                 self._probing = False
             alike.append(site)
-        return site.outputs.filled(custom_function(tensors, self._named(cls.__name__, site)))
+        return site.outputs.filled(CUSTOM_FUNCTION(tensors, self._named(cls.__name__, site)))
 
     def _registering(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -144,7 +144,7 @@ class OpaqueCalls:
                     "register it once, outside of the forward",
                 )
             site = HookSite(HookCode.of(hook), calling_line())
-            gradient_hook(tensor, site.hook.tensors, self._named("hook", site))
+            GRADIENT_HOOK(tensor, site.hook.tensors, self._named("hook", site))
             return Handle(site)
 
         return register_hook
