@@ -113,7 +113,7 @@ def run_packed(
 
 
 def _without_values(values: Sequence[Tensor], *more: Any) -> list[Tensor]:
-    """What `run_packed` gives, by its arguments."""
+    """Empty results of `run_packed`, of the shapes that it gives."""
     _, _, mode, flags, sizes, _ = more
     padded, options = values[0], _Options(*flags, *sizes)
     out = padded.new_empty((*padded.shape[:2], options.directions * (options.projected or options.hidden)))
