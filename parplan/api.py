@@ -53,7 +53,7 @@ def analyze(
     measure: bool = False,
     as_profiled: bool = False,
     time_limit_s: float = 60.0,
-    tolerance: float = 0.01,
+    tolerance: float = 0.03,
     plan: Plan | str | Path | None = None,
     pins: PinsLike | None = None,
     name: str | None = None,
@@ -77,7 +77,8 @@ def analyze(
             replica's at a time), "interleave" (a share of each at a time), or "auto", as is fastest.
         measure: time layers on the device that is here instead of estimating.
         as_profiled: leave out how fast the device is now, so that measured costs are the same in every run.
-        tolerance: share of the fastest step to give up for a simpler plan; 0 for the fastest.
+        tolerance: share of the fastest step to give up for a simpler plan, above all one that people write by hand; 0
+            for the fastest on all devices.
         plan: review this plan (or file) instead of searching for one.
         pins: what is decided by hand (docs/pins.md): {"fc6": "shards:4"}, ["fc6=shards:4"], or a TOML file.
         name: what to call the model in the report.
@@ -124,7 +125,7 @@ def analyze_profile(
     memory_bytes: int | None = None,
     batch: int | None = None,
     time_limit_s: float = 60.0,
-    tolerance: float = 0.01,
+    tolerance: float = 0.03,
     plan: Plan | str | Path | None = None,
     pins: PinsLike | None = None,
     progress: Listener | None = None,
@@ -184,7 +185,7 @@ def compile(  # the name users know from torch.compile
     precision: str = "fp32",
     optimizer: str = "adam",
     time_limit_s: float = 60.0,
-    tolerance: float = 0.01,
+    tolerance: float = 0.03,
 ) -> Compiled:
     """The model, ready to be called like the model, running its plan.
 

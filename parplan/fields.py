@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,9 +25,9 @@ else:
     import tomli as tomllib
 
 __all__ = [
-    "Field", "FieldError", "choice", "count", "counted", "did_you_mean", "flag", "list_of", "number", "numbers",
-    "parse_json", "parse_toml", "ranges", "read_field", "read_fields", "read_file", "runs", "shown", "size_text",
-    "table", "text",
+    "Field", "FieldError", "at_most", "choice", "count", "counted", "did_you_mean", "flag", "list_of", "number",
+    "numbers", "parse_json", "parse_toml", "ranges", "read_field", "read_fields", "read_file", "runs", "shown",
+    "size_text", "table", "text",
 ]  # fmt: skip
 
 _MOST_WHOLE = 2**62  # SQLite's integers have 64 bits
@@ -113,6 +114,16 @@ def shown(value: Any) -> str:
         return "a whole number beyond reason"  # Python refuses to print the longest
     words = repr(value)
     return words if len(words) <= 60 else f"{words[:57]}..."
+
+
+def at_most(share: float) -> str:
+    """A share of 1 in percent, rounded up, for what is proven to be no more: `0.1 %`, `1.3 %`, `11 %`.
+
+    >>> at_most(0.0004), at_most(0.0121), at_most(0.102)
+    ('0.1 %', '1.3 %', '11 %')
+    """
+    tenths = math.ceil(1000 * share - 1e-6)
+    return f"{tenths / 10:.1f} %" if tenths < 100 else f"{math.ceil(100 * share - 1e-6)} %"
 
 
 def counted(number: int, noun: str) -> str:

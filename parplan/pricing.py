@@ -53,7 +53,8 @@ class Pricing:
     @staticmethod
     def for_devices(count: int, device: torch.device, request: PlanRequest, home: int | None = None) -> Pricing:
         """For `count` devices like `device`, which is one of this machine's; `home` as in `Cluster`."""
-        return Pricing(replace(this_cluster(count, device), home=home), request, device)
+        started = replace(request, started_ranks=home is None and count > 1)
+        return Pricing(replace(this_cluster(count, device), home=home), started, device)
 
     def decided(self, graph: LayerGraph, request: PlanRequest | None = None) -> Decision:
         """The plan with all that is to be said of it; `request` instead of its own."""

@@ -23,8 +23,8 @@ from parplan.fields import counted
 from parplan.garbage import seldom_collected
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
-from parplan.planner.decision import Baseline, Decision, Prediction, PricedGraph, Seconds
-from parplan.planner.explain.advice import advice, advised, better_batch
+from parplan.planner.decision import Baseline, Decision, Prediction, PricedGraph, Seconds, Simpler
+from parplan.planner.explain.advice import ONE, advice, advised, better_batch
 from parplan.planner.explain.branch_report import concurrent_branches, with_concurrency
 from parplan.planner.explain.layer_report import layer_reports, memory_excess, prediction
 from parplan.planner.explain.loss_outside import loss_outside
@@ -42,6 +42,7 @@ from parplan.planner.search.schemes import (
     simulated_reports,
 )
 from parplan.planner.search.select import ANYWHERE, Found, ShapeSearch
+from parplan.planner.search.simpler import Candidate, differences, plan_by_hand
 from parplan.planner.search_space.infeasible_message import nearest_to_fitting
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, pin_questions
@@ -49,13 +50,16 @@ from parplan.planner.search_space.rules import parts_words
 from parplan.planner.search_space.strategies import offers_uneven
 from parplan.planner.search_space.verifier import check, mismatches, uneven_replicas
 from parplan.planner.simulation.timeline import simulate
-from parplan.planner.solver.problem import Problem, Solution
-from parplan.planner.solver.solve import solve
+from parplan.planner.solver.problem import Problem, Solution, Status, objective
+from parplan.planner.solver.solve import GAP, solve
 
 __all__ = ["Listener", "PlanRequest", "decide", "estimate", "predict"]
 
 BASELINE_TIME = 0.2
 """Part of the time left that the solve of each baseline may take."""
+
+OPEN = 1e-3
+"""A gap of the search below this says nothing of the plan, however it ended."""
 
 
 @seldom_collected()
@@ -86,6 +90,7 @@ def decide(
     case = search.case
     by_hand = baselines(graph, cluster, costs, search.one_pass(), found.plan, solve_baseline)
     simulated = tuple(rival_in_passes(baseline, case) for baseline in by_hand)
+    case, found = _by_hand(search, found, by_hand)
     decision = _explained(case, found, search.costs_s, simulated, pins.whole, begin)
     if request.plan is None and memory_excess(cluster, decision.prediction):
         raise InfeasiblePlan(nearest_to_fitting(cluster, decision.prediction, by_hand))
@@ -139,6 +144,56 @@ def _searched(case: Case, pins: Questions) -> tuple[ShapeSearch, Found]:
     return search, search.best(pins.whole)
 
 
+def _by_hand(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tuple[Case, Found]:
+    """The plan by hand that the tolerance prefers, else the plan found; with the case that it is priced in.
+
+    A plan that the user decides, in part or by its scheme, stays as it is, and so does the fastest where it is asked
+    for. One device is priced by itself: its inputs arrive there, and its results stay.
+    """
+    case = search.case
+    request, graph = case.request, case.graph
+    decided = request.plan is not None or request.pins or request.scheme not in ("auto", "gather")
+    if decided or request.tolerance <= 0:
+        return case, found
+    step_s, before = _predicted(found.plan, graph, case.cluster, case.costs).step_s, found.proof.simpler
+    fastest_s = step_s if before is None else step_s * before.fastest_s / found.proof.objective
+    alone = not request.started_ranks
+    legal = [one for one in by_hand if (alone or one.name != ONE) and _is_legal(one, graph, request.rules)]
+    simplest = plan_by_hand(legal, fastest_s, request.tolerance)
+    if simplest is None or simplest.plan is None:
+        return case, found
+    plan = replace(simplest.plan, rules=request.rules)
+    formulation = search.one_pass()
+    if simplest.name == ONE and case.cluster.home is None:
+        (home,) = {device for own in plan.layers.values() for device in own.devices}
+        case = replace(case, cluster=replace(case.cluster, home=home), steps_s={})
+        formulation = ShapeSearch(case, search.asked).one_pass()
+    choice = formulation.choice(plan.layers)
+    own_s = objective(formulation.problem, choice)
+    simpler, gap = None, max(0.0, 1 - found.proof.bound / own_s) if own_s > 0 else 0.0
+    if own_s > fastest_s * (1 + GAP):
+        changes = Candidate(own_s, plan, formulation, choice).changes
+        fastest = Candidate(step_s, found.plan, found.formulation, found.choice)
+        known = before or Simpler(fastest_s, fastest.changes, 0, differs=differences(found.plan, plan, graph))
+        simpler = replace(known, kept=changes, by_hand=simplest.name)
+    proof = replace(
+        found.proof, status=(Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value, objective=own_s, gap=gap,
+        simpler=simpler, by_simulation=False,
+    )  # fmt: skip
+    return case, Found(plan, formulation, choice, proof, found.tried, found.without_s)
+
+
+def _is_legal(one: Baseline, graph: LayerGraph, rules: str) -> bool:
+    """Whether a plan by hand keeps the rules that are asked for."""
+    if one.plan is None or rules == "default":
+        return one.plan is not None
+    try:
+        check(replace(one.plan, rules=rules), graph)
+    except PlanError:
+        return False
+    return True
+
+
 def _predicted(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> Prediction:
     """The step of a plan by the objective; simulated where its layers do not run one after another."""
     formulation, choice = formulated(plan, graph, cluster, costs)
@@ -155,7 +210,7 @@ def _case(
     request: PlanRequest,
     progress: Listener | None = None,
 ) -> Case:
-    """The planning context, with a given plan checked."""
+    """The planning context, with a given plan checked, and a note on where inputs arrive."""
     if request.plan is not None:
         if request.pins:
             raise PinError(
@@ -163,6 +218,12 @@ def _case(
             )
         notes = (*request.notes, *mismatches(request.plan, graph))
         request = replace(request, plan=_reviewed(request.plan, graph, cluster), notes=notes)
+    if cluster.home is not None:
+        note = (
+            f"Inputs arrive on device {cluster.home} and results go back there: one process runs all devices. Under "
+            "torchrun every process brings its own samples."
+        )
+        request = replace(request, notes=(*request.notes, note))
     one_pass = request.scheme in ("auto", "gather") and not any(pin.update_period for pin in request.pins)
     uneven = one_pass and request.rules != "strict" and offers_uneven(graph.batch, cluster)
     return replace(Case.of(graph, cluster, costs, request, progress), uneven=uneven)
@@ -199,7 +260,7 @@ def _explained(
     several = case.cluster.count > 1
     weights = {case.graph.values[name].dtype for name in case.graph.parameters} or {torch.float32}
     outside = loss_outside(plan, case.graph, case.cluster, case.costs, step)
-    notes = (*request.notes, *_notes(case, plan, step), *([str(outside)] if outside is not None else []))
+    notes = (*request.notes, *_notes(case, found, step), *([str(outside)] if outside is not None else []))
     schemes = scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None
     now = time.perf_counter()
     return Decision(
@@ -211,7 +272,7 @@ def _explained(
         layers=layers,
         prediction=step,
         baselines=by_hand,
-        advice=advice(step.step_s, by_hand, better_batch(plan, case.graph)),
+        advice=advice(plan, step.step_s, by_hand, found.proof.simpler, better_batch(plan, case.graph)),
         proof=found.proof,
         seconds=Seconds(request.capture_s, costs_s, now - begin - costs_s, now - request.started),
         notes=notes,
@@ -219,20 +280,15 @@ def _explained(
         links=case.costs.step.links,
         passes=schemes,
         branches=branches,
-        advised=advised(step.step_s, by_hand),
+        advised=advised(plan, step.step_s, by_hand),
         priced=PricedGraph(case.graph, case.costs),
         loss_outside=outside,
     )
 
 
-def _notes(case: Case, plan: Plan, step: Prediction) -> Sequence[str]:
-    """Sentences on where inputs arrive, models captured at one batch size only, searches cut short, too much memory."""
-    graph, notes = case.graph, list[str]()
-    if (home := case.cluster.home) is not None:
-        notes.append(
-            f"Inputs arrive on device {home} and results go back there: one process runs all devices. Under torchrun "
-            "every process brings its own samples."
-        )
+def _notes(case: Case, found: Found, step: Prediction) -> Sequence[str]:
+    """Sentences on models captured at one batch size only, searches cut short, too much memory."""
+    plan, graph, notes = found.plan, case.graph, list[str]()
     if counts := uneven_replicas(plan, graph):
         parts = " and ".join(f"{count} replicas have {parts_words(plan.batch, count)}" for count in counts)
         notes.append(f'{parts} samples; bends R1 (rules "strict" keeps it).')
@@ -264,7 +320,9 @@ def _notes(case: Case, plan: Plan, step: Prediction) -> Sequence[str]:
         reason = " ".join(graph.one_batch.split())
         samples = counted(graph.batch or 0, "sample")
         notes.append(f"No layer can have replicas: {graph.model} works for {samples}, and not {reason}")
-    if case.request.plan is None and case.deadline.hit:
+    known = found.proof.simpler.fastest_s if found.proof.simpler is not None else found.proof.objective
+    is_open = known > found.proof.bound * (1 + max(OPEN, case.request.tolerance))
+    if case.request.plan is None and case.deadline.hit and is_open:
         notes.append(
             f"The time limit of {case.deadline.limit_s:g} s ended a search: with a longer --time-limit, "
             "or on another machine, the plan may be another one."

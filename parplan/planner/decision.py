@@ -156,18 +156,26 @@ class Baseline:
     bends: str = ""
     batch_norm_s: float = 0.0
 
+    @property
+    def whole_s(self) -> float | None:
+        """Seconds of its step with batch norm over the whole batch, as the plan itself has it."""
+        return None if self.step_s is None else self.step_s + self.batch_norm_s
+
 
 @dataclass(frozen=True)
 class Simpler:
     """The fastest plan that was found, where a simpler one within the tolerance is taken instead.
 
     `fastest_s` is its T in seconds; `changes` the edges between layers on which it changes layout, `kept` those on
-    which the plan taken does.
+    which the plan taken does. `by_hand` names the plan by hand that is taken, if it is one; `differs` says where layers
+    with weights have other strategies in the fastest ("8 shards of wte").
     """
 
     fastest_s: float
     changes: int
     kept: int
+    by_hand: str = ""
+    differs: str = ""
 
 
 @dataclass(frozen=True)
@@ -386,7 +394,8 @@ class Decision:
         optimizer: whose state the memory figures include.
         notes: things the reader must know first, such as the preset planned for when no GPU is here.
         advice: one sentence: use this plan, plain data parallel, or one device.
-        advised: the name of the baseline that the advice prefers to this plan, if any.
+        advised: the name of the baseline that the advice is: this plan, or one that is better than a plan which the
+            user decided.
         times_from: the file that layers' times come from, when it is not parplan that measured or estimated them.
         links: where the times of transfers and reductions come from.
         pins: what was pinned by hand and what it costs; None where nothing was.

@@ -76,8 +76,8 @@ class PlanOptions:
         type=positive, metavar="S",
     )  # fmt: skip
     tolerance: float = option(
-        0.01, "share of the step to give up for a simpler plan: fewer changes of layout, equal parts of the batch "
-        "(default: 0.01; 0: the fastest)", type=share, metavar="X",
+        0.03, "share of the step to give up for a simpler plan: one written by hand, fewer changes of layout, equal "
+        "parts of the batch (default: 0.03; 0: the fastest)", type=share, metavar="X",
     )  # fmt: skip
     plan: Plan | None = option(None, "check and price this plan instead of searching for one", metavar="FILE")
     pins: tuple[Pin, ...] = option(
@@ -117,6 +117,8 @@ class PlanRequest(PlanOptions):
         times_from: the file that layers' times come from, if any.
         pins: what is decided by hand; only the rest is searched.
         price_pins: find out what each pin costs, for a report; that takes a search for every pin.
+        started_ranks: every device has a process that is running and brings samples, so that one device cannot be used
+            alone.
     """
 
     notes: tuple[str, ...] = ()
@@ -124,3 +126,4 @@ class PlanRequest(PlanOptions):
     started: float = field(default_factory=time.perf_counter)
     times_from: str = ""
     price_pins: bool = True
+    started_ranks: bool = False

@@ -41,7 +41,7 @@ class Analysis(Decision):
         return f'<iframe srcdoc="{escape(html(self))}" style="width: 100%; height: 60em; border: 0"></iframe>'
 
     def summary(self) -> str:
-        """The verdict: what to use, speed, fit and proof; also which plan the report describes, if another."""
+        """The verdict: what to use, speed, fit and proof."""
         return printed(lambda console: print_verdict(Page(console), self))
 
     def html(self, path: str | Path) -> None:

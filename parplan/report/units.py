@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parplan.fields import counted, runs
+from parplan.fields import at_most, counted, runs
 
 __all__ = [
     "Scale",
     "all_devices",
+    "at_most",
     "counted",
     "devices",
     "number_ranges",

@@ -42,7 +42,7 @@ def test_diff_prices_both_plans_of_a_model(capsys: pytest.CaptureFixture[str]) -
     step_s = json.loads(Path("of_net.json").read_text())["predicted"]["step_s"]
     plan = json.loads(Path("plan.json").read_text())
     for layer in plan["layers"].values():
-        layer.update(replicas=1, shards=1, axis=None, devices=[0])
+        layer.update(replicas=1, shards=1, axis=None, devices=[1])
     plan["note"] = "all on one"
     Path("edited.json").write_text(json.dumps(plan))
     capsys.readouterr()

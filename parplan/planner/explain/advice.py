@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import lcm
 
+from parplan.fields import at_most
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
-from parplan.planner.decision import Baseline
+from parplan.planner.decision import Baseline, Simpler
 from parplan.planner.search_space.verifier import uneven_replicas
 
 __all__ = ["advice", "advised", "better_batch"]
 
-DATA = "pure data parallel"
+DATA, ONE = "pure data parallel", "one device"
 
-# A simpler plan that comes closer than this is preferred.
+# A plan by hand is advised instead of one that the user decided where it is faster by more than this, relative.
 MARGIN = 0.03
 # A larger batch is named where it rounds to this gain in samples/s, in percent.
 NAMED_GAIN = 1
@@ -34,49 +35,45 @@ def better_batch(plan: Plan, graph: LayerGraph) -> str:
     return f"{batch} divides by {' and '.join(map(str, counts))}: +{gain}% samples/s."
 
 
-def advised(step_s: float, baselines: Sequence[Baseline]) -> str:
-    """The name of the baseline to use instead of a plan of `step_s` seconds; empty where the plan is better.
-
-    Of those within the margin of the fastest the simplest: one device, then plain data parallel.
-    """
+def advised(plan: Plan, step_s: float, baselines: Sequence[Baseline]) -> str:
+    """The name of the plan by hand that `plan`, of `step_s` seconds, is, or that is clearly faster; else empty."""
     legal = {one.name: one.step_s for one in baselines if one.fits and one.step_s is not None}
-    fastest_s = min(step_s, *legal.values()) if legal else step_s
-    for name in ("one device", DATA):
-        if name in legal and legal[name] <= (1 + MARGIN) * fastest_s:
-            return name
+    same = next((one.name for one in baselines if _is(one.plan, plan)), "")
     best = min(legal, key=lambda name: legal[name]) if legal else ""
-    return best if legal and legal[best] < (1 - MARGIN) * step_s else ""
+    return best if legal and best != same and legal[best] < (1 - MARGIN) * step_s else same
 
 
-def advice(step_s: float, baselines: Sequence[Baseline], hint: str = "") -> str:
-    """The advice in a sentence, given the plan's step in seconds and the baselines' steps.
+def advice(
+    plan: Plan, step_s: float, baselines: Sequence[Baseline], simpler: Simpler | None = None, hint: str = ""
+) -> str:
+    """The advice in a sentence, given the plan with its step in seconds and the baselines' steps.
 
     Args:
+        simpler: the fastest plan, where `plan` is a simpler one.
         hint: a sentence that follows wherever more than one device is advised.
     """
     legal = {one.name: one.step_s for one in baselines if one.fits and one.step_s is not None}
-    where = {one.name: one.on for one in baselines}
-    name = advised(step_s, baselines)
-    if name == "one device":
-        return f"Use one device{f' ({where[name]})' if where[name] else ''}: more of them do not make this step faster."
+    named = {one.name: one for one in baselines}
+    name = advised(plan, step_s, baselines)
+    same = name != "" and _is(named[name].plan, plan)
+    close = f", within {at_most(1 - simpler.fastest_s / step_s)} of the fastest plan found" if simpler else ""
+    if same and name == ONE:
+        where = f" ({named[name].on})" if named[name].on else ""
+        return f"Use one device{where}{close}." if close else f"Use one device{where}: more of them are not faster."
     best = min(legal, key=lambda name: legal[name]) if legal else ""
-    if name == DATA:
-        count = next(f" on {one.plan.devices} devices" if one.plan else "" for one in baselines if one.name == name)
-        which = f" on {where[name]}" if where[name] else count
-        # A given plan may be far slower than the baseline.
-        faster = legal[name] < (1 - MARGIN) * step_s
-        close = (
-            f"{step_s / legal[name]:.2f} x as fast as this plan"
-            if faster
-            else f"within {100 * MARGIN:.0f} % of the fastest plan found"
-        )
-        text = f"Use plain data parallel{which}: {close}."
-    elif not legal:
-        text = "Use this plan: none of the usual ways is legal and fits these devices."
+    if same:
+        which = f" on {named[name].on or f'all {plan.devices} devices'}"
+        text = f"Use {name.replace('pure', 'plain')}{which}{close}."
     elif name:
         text = f"Use {name} instead of this plan: {step_s / legal[name]:.2f} x as fast."
+    elif not legal:
+        text = "Use this plan: none of the usual ways is legal and fits these devices."
     elif legal[best] <= (1 + MARGIN) * step_s:
-        text = f"Use this plan: written by hand it would be {best}, which comes within {100 * MARGIN:.0f} % of it."
+        text = f"Use this plan: {best}, the best of the usual ways, is about as fast."
     else:
         text = f"Use this plan: {legal[best] / step_s:.2f} x as fast as {best}, the best of the usual ways."
     return f"{text} {hint}" if hint else text
+
+
+def _is(one: Plan | None, other: Plan) -> bool:
+    return one is not None and one.layers == other.layers

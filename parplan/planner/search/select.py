@@ -28,7 +28,7 @@ from parplan.planner.search.device_groups import FEW_BRANCHES, placed
 from parplan.planner.search.fitting import fitting
 from parplan.planner.search.formulations import Formulations, OutOfTime
 from parplan.planner.search.schemes import needs_simulation, no_updates, schemes_of, shapes, updates_lost
-from parplan.planner.search.simpler import Candidate, simplest
+from parplan.planner.search.simpler import Candidate, differences, simplest
 from parplan.planner.search_space.any_block import Within
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
@@ -364,7 +364,8 @@ class _Run:
         fewer = best.changes < fastest.changes
         best = best if fewer else fastest
         step_s = min(best.step_s, self.case.objective_s(best.plan))
-        simpler = Simpler(fastest.step_s, fastest.changes, best.changes) if fewer else None
+        words = differences(fastest.plan, best.plan, self.case.graph)
+        simpler = Simpler(fastest.step_s, fastest.changes, best.changes, differs=words) if fewer else None
         proof = self.proof(step_s, min(self.bound, fastest.step_s, step_s), simpler, fastest is not least)
         return Found(best.plan, best.formulation, best.choice, proof, self.tried, self.without_s)
 

@@ -1,4 +1,4 @@
-"""Simpler plans within a tolerance of the fastest: a second solve with a price on every change of layout."""
+"""Simpler plans within a tolerance of the fastest: a plan by hand, or the one with the fewest changes of layout."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from parplan.fields import counted
+from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
+from parplan.planner.decision import Baseline
 from parplan.planner.search_space.edges import equal
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.solver.problem import Problem, Solution, objective
 
-__all__ = ["Candidate", "simplest"]
+__all__ = ["Candidate", "differences", "plan_by_hand", "simplest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +34,35 @@ class Candidate:
         own = [_arrangement(self.plan.layers[name]) for name in names]
         edges = (edge for edge in self.formulation.parts.edges if edge.target < len(names))
         return sum(self.formulation.times(e.target) * (own[e.source] != own[e.target]) for e in edges)
+
+
+def plan_by_hand(by_hand: Sequence[Baseline], fastest_s: float, tolerance: float) -> Baseline | None:
+    """The simplest plan by hand within a tolerance of the fastest of all; None where there is none.
+
+    Args:
+        by_hand: the simplest first.
+        fastest_s: seconds of the fastest plan that was found.
+        tolerance: share of the fastest step.
+    """
+    known = [(one, one.whole_s) for one in by_hand if one.fits and one.whole_s is not None]
+    least_s = min([fastest_s, *(step_s for _, step_s in known)])
+    return next((one for one, step_s in known if step_s <= (1 + tolerance) * least_s), None)
+
+
+def differences(plan: Plan, other: Plan, graph: LayerGraph) -> str:
+    """Words for the strategies of `plan` where those of `other` differ, of layers with weights: `8 shards of wte`."""
+    ways: dict[str, list[str]] = {}
+    for name, own in plan.layers.items():
+        if graph.layers[name].parameters and own != other.layers[name]:
+            way = " x ".join(
+                counted(count, word) for count, word in ((own.replicas, "replica"), (own.shards, "shard")) if count > 1
+            )
+            ways.setdefault(way or "one device", []).append(name)
+    if not ways:
+        return ""
+    way, names = max(ways.items(), key=lambda item: len(item[1]))
+    where = f"{names[0]} .. {names[-1]} ({len(names)} layers)" if len(names) > 2 else " and ".join(names)
+    return f"{way} of {where}" if way != "one device" else f"{where} on one device"
 
 
 def simplest(

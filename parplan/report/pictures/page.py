@@ -26,8 +26,8 @@ from parplan.report.pictures.net import draw_net
 from parplan.report.pictures.svg import theme
 from parplan.report.pictures.text import visible
 from parplan.report.pictures.timeline import CHARACTER, LEFT, LIGHT, PLOT, TOP, Drawn, block_words, draw_timeline
-from parplan.report.sections.proof import baseline_remark, claim, seconds_text
-from parplan.report.sections.verdict import second_choice, verdict_lines
+from parplan.report.sections.proof import baseline_remark, claim, heading, seconds_text
+from parplan.report.sections.verdict import verdict_lines
 from parplan.report.terminal import render
 
 __all__ = ["html"]
@@ -94,7 +94,6 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
             replace(line, value=visible(line.value, 600), detail=units.together(visible(line.detail, 600)))
             for line in verdict_lines(decision)
         ],
-        second_choice=visible(second_choice(decision), 600),
         notes=[visible(note, 1200) for note in decision.notes],
         no_timeline=f"it is not simulated for {plan.devices} devices" if decision.priced else "no graph is known",
         parts=step_parts(decision, timeline),
@@ -103,7 +102,7 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
         baselines=(baselines := _baselines(decision)),
         remarks=any(row[4] for row in baselines),
         layers=layer_table(decision.layers),
-        proof_status=decision.proof.status,
+        proof_status=heading(decision.proof),
         proof=claim(decision),
         covered="; ".join(decision.proof.covered),
         sources=sources(decision),

@@ -20,7 +20,7 @@ def print_branches(page: Page, branches: ConcurrentBranches, step_s: float) -> N
     if not branches.phases:
         page.blank()
         tried = f"{branches.tried} plans" if branches.tried > 1 else "a plan"
-        page.paragraph(f"Branches at the same time, on devices of their own: {tried} tried, none faster.", style="dim")
+        page.paragraph(f"Branches at the same time, on devices of their own: {tried} tried, none taken.", style="dim")
         return
     page.section("At the same time", "forward and backward of branches on devices of their own")
     for index, phase in enumerate(branches.phases):
@@ -41,7 +41,12 @@ def print_branches(page: Page, branches: ConcurrentBranches, step_s: float) -> N
 
 
 def print_passes(page: Page, passes: Passes) -> None:
-    """Print a line per scheme, the taken one in bold."""
+    """Print a line per scheme, the taken one in bold; where no layer runs in passes, that none of them is faster."""
+    if passes.count == 1 and not passes.updated:
+        tried = " and ".join(one.scheme.value for one in passes.schemes if one.scheme is not passes.taken)
+        page.blank()
+        page.paragraph(f"In passes over parts of the batch ({tried}): not faster.", style="dim")
+        return
     narrow = f"layers with fewer than {passes.max_replicas} replicas"
     page.section("Passes", f"{narrow}, and all behind them, run once a pass")
     known = [one for one in passes.schemes if one.step_s is not None]

@@ -9,9 +9,17 @@ from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES, Baselin
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
 
-LEAST = 1e-3  # part of the step below which batch statistics go without saying
+LEAST = 1e-3
+"""Part of the step below which batch statistics, and a gap of the search, go without saying."""
+SIMULATED = 1e-3
+"""Part of a step by which its simulation and the objective may differ and count as equal."""
+NAMED = 2
+"""Conditions that the verdict names; more are left to the proof."""
 
-__all__ = ["baseline_remark", "claim", "conditions", "print_baselines", "print_proof", "seconds_text"]
+__all__ = [
+    "baseline_remark", "claim", "conditions", "heading", "print_baselines", "print_proof", "proven_words",
+    "seconds_text",
+]  # fmt: skip
 
 
 def print_baselines(page: Page, decision: Decision) -> None:
@@ -36,9 +44,8 @@ def print_baselines(page: Page, decision: Decision) -> None:
 
     page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
     page.table([Column("step"), Column("vs this"), Column("memory")], [row(one) for one in rows])
-    if not decision.advised:  # else the verdict begins with it
-        page.blank()
-        page.paragraph(decision.advice, first="Advice: ", first_style="bold green")
+    page.blank()
+    page.paragraph(decision.advice, first="Advice: ", first_style="bold green")
 
 
 def baseline_remark(decision: Decision, one: Baseline) -> Styled:
@@ -62,7 +69,7 @@ def print_proof(page: Page, decision: Decision) -> None:
     proof, step_s = decision.proof, decision.prediction.step_s
     style = "bold green" if proof.status == "OPTIMAL" else "bold yellow"
     page.section("Proof")
-    page.paragraph(f": {claim(decision)}.", first=proof.status, first_style=style)
+    page.paragraph(f": {claim(decision)}.", first=heading(proof), first_style=style)
     scale, rows = units.step(proof.objective), list[tuple[str, str, str]]()
     known = math.isfinite(proof.bound) and math.isfinite(proof.gap)
     if abs(step_s - proof.objective) > 1e-3 * step_s or proof.by_simulation:
@@ -70,8 +77,7 @@ def print_proof(page: Page, decision: Decision) -> None:
             ("objective", scale.text(proof.objective), "this plan's, which adds up layers; its step is simulated")
         )
     if known:
-        gap = f"gap {units.percent(proof.gap)}; no plan that the proof covers is below it"
-        rows.append(("bound", scale.text(proof.bound), gap))
+        rows.append(("bound", scale.text(proof.bound), "no plan that the proof covers is below it"))
     if proof.by_simulation:
         rows.append(("", "", "the plan nearest to it has a longer simulated step than this one"))
     if (simpler := proof.simpler) is not None:
@@ -83,14 +89,59 @@ def print_proof(page: Page, decision: Decision) -> None:
         page.table([Column("")], [TableRow(name, [value], [Styled(text, "dim")]) for name, value, text in rows])
 
 
+def heading(proof: Proof) -> str:
+    """The proof in a word or two: OPTIMAL, WITHIN 0.4 %, or NOT PROVEN."""
+    if proof.status == "OPTIMAL":
+        return "OPTIMAL"
+    return f"WITHIN {units.at_most(proof.gap)}" if _bounded(proof) else "NOT PROVEN"
+
+
+def _bounded(proof: Proof) -> bool:
+    """Whether a bound of all plans is known; 0 bounds any."""
+    return math.isfinite(proof.gap) and proof.bound > 0
+
+
+def proven_words(decision: Decision) -> str:
+    """The verdict on the proof: `yes`, `within 0.4 %` of any plan that could be found, or `no`, and of which plans."""
+    proof, pins = decision.proof, " with these pins" if decision.pins else ""
+    wants = conditions(decision)
+    which = f"{pins} that {' and '.join(wants)}" if 0 < len(wants) <= NAMED else pins
+    limited = ", under the conditions below" if len(wants) > NAMED else ""
+    if proof.status == "OPTIMAL":
+        return f"yes{limited}: no plan{which} is faster under these costs"
+    if not _bounded(proof):
+        return "no: no bound was found, so nothing is known about other plans"
+    return f"within {units.at_most(proof.gap)}{limited}: {_least(decision, which)} under these costs"
+
+
+def _least(decision: Decision, which: str) -> str:
+    """The bound of a proof with a gap, in words.
+
+    The bound is of the objective: where the step is simulated it says nothing of seconds on a clock.
+    """
+    proof, scale = decision.proof, units.step(decision.prediction.step_s)
+    if abs(decision.prediction.step_s - proof.objective) <= SIMULATED * proof.objective:
+        return f"no plan{which} takes less than {scale.text(proof.bound)}"
+    chosen = "; its simulated step is the shortest of those compared" * proof.by_simulation
+    return f"no plan{which} has a smaller objective by more than that{chosen}"
+
+
 def claim(decision: Decision) -> str:
     """The solver's claim in plain words."""
     proof = decision.proof
+    wants = [*conditions(decision), *["keeps the pins"] * bool(decision.pins)]
+    which = f" of this model{' that ' + ', '.join(wants[:-1]) if wants else ''}"
+    which += f"{' and ' if wants[1:] else ''}{wants[-1]}" if wants else ""
+    several = decision.cluster.count > 1 and ANY_BLOCK in proof.covered
+    in_passes = "; of plans in passes those on the first devices were compared" * several
     if proof.status == "OPTIMAL":
-        return _optimal(decision)
-    if proof.status == "FEASIBLE":
-        return _feasible(proof, pins=decision.pins is not None)
-    return "the solver makes no claim about other plans"
+        return f"no plan{which} is faster under these costs{in_passes}"
+    if not _bounded(proof):
+        return "the best plan found in the time; how much faster another one could be is not known"
+    known_s = proof.objective if proof.simpler is None else proof.simpler.fastest_s
+    longer = "; a longer `--time-limit` may find a faster one or rule it out"
+    open_gap = not proof.given and known_s > proof.bound * (1 + LEAST)
+    return f"{_least(decision, which)} under these costs{in_passes}{longer * open_gap}"
 
 
 def conditions(decision: Decision) -> list[str]:
@@ -98,55 +149,23 @@ def conditions(decision: Decision) -> list[str]:
 
     A plan for several devices gives each its own samples' results back, which one device alone need not do.
     """
-    covered, wants = decision.proof.covered, list[str]()
+    proof, wants = decision.proof, list[str]()
+    covered = proof.covered
     if decision.cluster.count > 1 and ANY_BLOCK not in covered:
         wants.append("has its layers on the first devices")
     in_passes = any(one.startswith((Scheme.BROADCAST.value, Scheme.INTERLEAVE.value)) for one in covered)
     if in_passes and Scheme.GATHER.value not in covered:
         wants.append("keeps the scheme that was asked for")
-    if decision.speedup is not None and decision.speedup < 1:
+    if (decision.speedup or 1) < 1 or proof.bound > proof.objective * (1 + 1e-6):
         wants.append(f"hands the model's results to {units.all_devices(decision.cluster.count)}")
     if decision.branches and BRANCHES not in covered:
         some = "runs branches at the same time on blocks of the first devices, or one after another"
         wants.append(some if SOME_BRANCHES in covered else "runs its branches one after another")
-    wants += [f"splits its {decision.proof.alike} alike"] * bool(decision.proof.alike)
+    wants += [f"splits its {proof.alike} alike"] * bool(proof.alike)
     step_s = decision.prediction.step_s
     if any(one.batch_norm_s > 0 and (one.step_s or step_s) < step_s for one in decision.baselines):
         wants.append("has batch norm over the whole batch")
-    return wants + ["splits the batch evenly"] * decision.proof.equal_parts
-
-
-def _optimal(decision: Decision) -> str:
-    """The claim on a plan that is proven the fastest."""
-    wants = [*conditions(decision), *["keeps the pins"] * bool(decision.pins)]
-    which = f" that {', '.join(wants[:-1])}{' and ' if wants[1:] else ''}{wants[-1]}" if wants else ""
-    several = decision.cluster.count > 1 and ANY_BLOCK in decision.proof.covered
-    return (
-        f"no plan of this model{which} is faster under these costs"
-        f"{'; of plans in passes those on the first devices were compared' if several else ''}"
-    )
-
-
-def _feasible(proof: Proof, pins: bool) -> str:
-    """The claim on a plan that is not proven the fastest."""
-    which = " that keeps the pins" if pins else ""
-    if not math.isfinite(proof.gap):
-        return "the best plan found in the time; how much faster another one could be is not known"
-    if proof.given:
-        return f"the plan given; another one is or could be faster by up to {units.percent(proof.gap)}"
-    if (simpler := proof.simpler) is not None:
-        proven = "proven optimum" if proof.fastest_proven else "fastest plan found"
-        more = units.percent(proof.objective / simpler.fastest_s - 1)
-        return f"within {more} of the {proven}{which}, and simpler"
-    if proof.by_simulation:
-        return (
-            f"the plan{which} with the shortest simulated step of those compared; the objective of another one is "
-            f"lower by up to {units.percent(proof.gap)}"
-        )
-    return (
-        f"the best plan found in the time; another one{which} could be faster by up to {units.percent(proof.gap)}; "
-        "a longer `--time-limit` may find it or rule it out"
-    )
+    return wants + ["splits the batch evenly"] * proof.equal_parts
 
 
 def seconds_text(seconds: Seconds) -> str:

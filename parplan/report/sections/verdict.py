@@ -12,7 +12,7 @@ from parplan.report import units
 from parplan.report.page import Page
 from parplan.report.sections.layer_groups import StrategyGroup, block_groups
 from parplan.report.sections.layer_table import sources, updates
-from parplan.report.sections.proof import conditions
+from parplan.report.sections.proof import proven_words
 
 __all__ = [
     "VerdictLine",
@@ -20,16 +20,15 @@ __all__ = [
     "kind_of_plan",
     "print_groups",
     "print_verdict",
-    "second_choice",
     "verdict_lines",
 ]
 
 LABELS = 8
 """Columns of the labels of the verdict."""
-NOTHING = 5e-4
-"""Part of a step that rounds to nothing in percent."""
-SIMULATED = 1e-3
-"""Part of a step by which its simulation and the objective may differ and count as equal."""
+CLOSE = 0.03
+"""A gap up to which the proof counts as good."""
+SMALL = 1e-3
+"""Layers below this part of the step do not tell what kind of plan it is."""
 NAMED = 2
 """Up to so many layers of one strategy are named in the verdict."""
 MOST_GROUPS = 12
@@ -65,56 +64,56 @@ def print_verdict(page: Page, decision: Decision) -> None:
     styles = {True: "bold green", False: "bold red", None: "bold"}
     for line in verdict_lines(decision):
         page.labelled(line.label, line.text, styles[line.good], LABELS)
-    if described := second_choice(decision):
-        page.blank()
-        page.paragraph(described, style="yellow")
 
 
 def verdict_lines(decision: Decision) -> tuple[VerdictLine, ...]:
-    """Advice, speed, fit and proof, a line each, of what is advised where that is not the plan of the report."""
+    """Advice, speed, fit and proof of the plan, a line each, and the fastest plan where a simpler one is taken."""
     limits = [device.memory_bytes for device in decision.cluster.devices]
-    one = _advised(decision)
-    if one is None or one.memory_bytes is None:
-        pairs = list(zip(decision.prediction.memory_bytes, limits, strict=False))
-        needed, limit = max(pairs, key=lambda pair: pair[0] / pair[1], default=(0, 1))
-    else:
-        needed, limit = one.memory_bytes, one.limit_bytes or min(limits)
-    where = " on the fullest device" if decision.cluster.count > 1 and decision.advised != "one device" else ""
+    pairs = zip(decision.prediction.memory_bytes, limits, strict=False)
+    needed, limit = max(pairs, key=lambda pair: pair[0] / pair[1], default=(0, 1))
+    where = " on the fullest device" if decision.cluster.count > 1 and _used(decision) > 1 else ""
     memory = f"{units.size(needed).text(needed)} of {units.size(limit).text(limit)}{where}"
     memory = f"{memory} ({units.percent(needed / limit)})"
-    proven, _, proof = _proof(decision).partition(": ")
-    return (
+    proven, _, proof = proven_words(decision).partition(": ")
+    lines = (
         VerdictLine("Use", _use(decision), good=True),
         VerdictLine("Speed", *_speed(decision)),
         VerdictLine("Fits", "yes" if needed <= limit else "no", memory, needed <= limit),
-        VerdictLine("Proven", proven, proof, proven.startswith("yes") or None),
+        VerdictLine("Proven", proven, proof, decision.proof.gap <= CLOSE or None),
     )
+    simpler = decision.proof.simpler
+    if simpler is None:
+        return lines
+    gain = units.at_most(1 - simpler.fastest_s / decision.proof.objective)
+    how = f" with {simpler.differs}" if simpler.differs else ""
+    return (*lines, VerdictLine("Faster", f"by {gain}{how}", "`--tolerance 0`"))
 
 
-def second_choice(decision: Decision) -> str:
-    """A sentence on the plan that the report describes, where that is not what is advised."""
-    if not decision.advised or _same_plan(decision):
-        return ""
-    which = (
-        "your plan" if decision.proof.given else f"the best plan found for {units.all_devices(decision.cluster.count)}"
-    )
-    return f"All that follows describes {which}, {kind_of_plan(decision)}."
+def _used(decision: Decision) -> int:
+    """Number of devices that layers are on."""
+    return len({device for strategy in decision.plan.layers.values() for device in strategy.devices})
 
 
 def _use(decision: Decision) -> str:
-    """The advice, or the kind of this plan where it is advised."""
-    if decision.advised:
+    """The kind of this plan, by its name where people write it by hand; or what is better than one they decided."""
+    same = _same(decision)
+    if decision.advised and (same is None or same.name != decision.advised):
         return decision.advice.removeprefix("Use ").removesuffix(".")
-    used = len({device for strategy in decision.plan.layers.values() for device in strategy.devices})
-    where = f" on {used if used < decision.cluster.count else 'all ' + str(used)} devices"
+    used, count, kind = _used(decision), decision.cluster.count, kind_of_plan(decision)
+    where = f" on {used if used < count else 'all ' + str(used)} devices"
+    if same is None:
+        return f"this plan{where if used > 1 else ' on one device' if count > 1 else ''}, {kind}"
     if used == 1:
-        where = " on one device" if decision.cluster.count > 1 else ""
-    return f"this plan{where}, {kind_of_plan(decision)}"
+        on = f" ({same.on})" if same.on else ""
+        return f"one device{on}{', more of them are not faster' if count > 1 and not decision.proof.simpler else ''}"
+    _, colon, ways = kind.partition(": ")
+    return f"{same.name.replace('pure', 'plain')}{where}{colon}{ways}"
 
 
 def kind_of_plan(decision: Decision) -> str:
     """Data parallel, model parallel, a hybrid, ...: the strategies of the layers that have weights, in words."""
-    layers = [layer for layer in decision.layers if layer.parameters] or list(decision.layers)
+    weighted = [layer for layer in decision.layers if layer.parameters] or list(decision.layers)
+    layers = [layer for layer in weighted if _seconds(layer) >= SMALL * decision.prediction.step_s] or weighted
     ways: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
         ways.setdefault(_way(layer), []).append(index)
@@ -133,7 +132,9 @@ def kind_of_plan(decision: Decision) -> str:
             parts.append(f"{way} of {several if len(names) > NAMED else ' and '.join(names)}")
         parts += [units.counted(len(ways) - 3, "more way")] * (len(ways) > 3)
     elif most_replicas * most_shards > 1:
-        parts = [f"{next(iter(ways))} of every layer{' with weights' if layers[0].parameters else ''}"]
+        which = "small layers aside" if {_way(layer) for layer in weighted} - set(ways) else ""
+        every = f"every layer{' with weights' if layers[0].parameters else ''}"
+        parts = [f"{next(iter(ways))} of {every}", *[which] * bool(which)]
     if decision.passes is not None and decision.passes.count > 1:
         kind += f" in {decision.passes.count} passes over parts of the batch"
     if decision.branches is not None and decision.branches.phases:
@@ -149,20 +150,20 @@ def _way(layer: LayerReport) -> str:
     return " x ".join(parts) or "one device"
 
 
-def _advised(decision: Decision) -> Baseline | None:
-    return next((one for one in decision.baselines if one.name == decision.advised), None)
+def _seconds(layer: LayerReport) -> float:
+    """Seconds of a step that are a layer's own."""
+    return layer.forward_s + layer.backward_s + layer.transfer_s + layer.reduce_s
 
 
-def _same_plan(decision: Decision) -> bool:
-    """Whether what is advised is the plan of the report."""
-    one = _advised(decision)
-    return one is not None and one.plan is not None and one.plan.layers == decision.plan.layers
+def _same(decision: Decision) -> Baseline | None:
+    """The plan by hand that the plan is, if it is one."""
+    layers = decision.plan.layers
+    return next((one for one in decision.baselines if one.plan is not None and one.plan.layers == layers), None)
 
 
 def _speed(decision: Decision) -> tuple[str, str]:
-    """The step of what is advised; its rate, and the step against one device, the best plan by hand and this plan."""
-    one, plan_s, found = _advised(decision), decision.prediction.step_s, sources(decision.layers)
-    step_s = plan_s if one is None or one.step_s is None else one.step_s
+    """The step; its rate, and the step against one device and the best plan by hand."""
+    step_s, found, same = decision.prediction.step_s, sources(decision.layers), _same(decision)
     scale = units.step(step_s)
     rate = f"{decision.plan.batch / step_s:,.0f} samples/s" if step_s > 0 and decision.plan.batch else ""
     text, step = (
@@ -172,53 +173,18 @@ def _speed(decision: Decision) -> tuple[str, str]:
     if decision.cluster.count == 1 or step_s <= 0:
         return step, text
     alone = next((b for b in decision.baselines if b.name == "one device" and b.step_s is not None), None)
-    if alone is not None and alone.step_s is not None and decision.advised != "one device":
+    if alone is not None and alone.step_s is not None and alone is not same:
         text += f"; {alone.step_s / step_s:.2f} x as fast as one device{'' if alone.fits else ' with enough memory'}"
-    if one is not None:
-        if _same_plan(decision):
-            more = f". With batch norm over the whole batch: {scale.text(plan_s)}"
-            return step, text + more * (one.batch_norm_s > 0 and scale.text(plan_s) != scale.text(step_s))
-        every = f"The best plan found for {units.all_devices(decision.cluster.count)}"
-        which = "Your plan" if decision.proof.given else every
-        return step, f"{text}. {which} takes {scale.text(plan_s)}"
+    if same is not None:
+        if same.step_s is None or scale.text(same.step_s) == scale.text(step_s):
+            return step, text
+        own = "batch norm on each device's own samples, as DistributedDataParallel has it"
+        return step, f"{text}. {scale.text(same.step_s)} with {own}"
     by_hand = [b for b in decision.baselines if b.name != "one device" and b.fits and b.step_s is not None]
     best = min(by_hand, key=lambda b: b.step_s or math.inf, default=None)
     if best is None or best.step_s is None:
         return step, f"{text}; no usual plan by hand is legal and fits"
     return step, f"{text}, {best.step_s / step_s:.2f} x as fast as the best plan by hand ({best.name})"
-
-
-def _proof(decision: Decision) -> str:
-    """Yes or no, and the proof in a few words; print_proof has the conditions."""
-    proof, pins = decision.proof, " with these pins" if decision.pins else ""
-    known, wants = math.isfinite(proof.gap) and proof.bound > 0, conditions(decision)  # 0 bounds any plan
-    which = f"{pins} that {' and '.join(wants)}" if 0 < len(wants) <= NAMED else pins
-    limited = ", under the conditions below" if len(wants) > NAMED else ""
-    # The bound is of the objective of all plans that the proof covers, whatever is advised.
-    comparable = abs(decision.prediction.step_s - proof.objective) <= SIMULATED * proof.objective
-    one = _advised(decision) if known and comparable and not (proof.given or _same_plan(decision)) else None
-    if one is not None and one.step_s is not None:
-        bound, less = units.step(one.step_s).text(proof.bound), 1 - proof.bound / one.step_s
-        more = f" ({units.percent(less)} less)" if less >= NOTHING else ""
-        if proof.status == "OPTIMAL" or not more:
-            return f"yes{limited}: no plan{which} takes less than {bound}{more} under these costs"
-        return f"no: another plan could take as little as {bound}{more}"
-    if proof.status == "OPTIMAL":
-        return f"yes{limited}: no plan{which} is faster under these costs"
-    if proof.status != "FEASIBLE":
-        return "no: nothing is known about other plans"
-    if proof.given:
-        more = f", and another one is or could be faster by up to {units.percent(proof.gap)}" if known else ""
-        return f"no: it is a plan of yours{more}"
-    if (simpler := proof.simpler) is not None and proof.fastest_proven:
-        more = units.percent(proof.objective / simpler.fastest_s - 1)
-        fastest = units.step(proof.objective).text(simpler.fastest_s)
-        return f"yes: at most {more} slower than the fastest plan, {fastest}, and simpler"
-    if proof.by_simulation:
-        return "no: it has the shortest simulated step of the plans compared"
-    return (
-        f"no: another plan could be faster by up to {units.percent(proof.gap)}" if known else "no: no bound was found"
-    )
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
