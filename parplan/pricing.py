@@ -16,7 +16,7 @@ from parplan.cost_models.known import known_costs
 from parplan.cost_models.measurement.conditions import current_conditions
 from parplan.cost_models.measurement.measure_parts import measure_parts
 from parplan.cost_models.profile.store import ProfileStore
-from parplan.cost_models.roofline import RooflineCosts, rate_notes
+from parplan.cost_models.roofline import RooflineCosts, precision_notes
 from parplan.errors import CaptureError
 from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
@@ -81,7 +81,7 @@ class Pricing:
 
     def predicted(self, graph: LayerGraph, plan: Plan) -> PlanPrediction:
         """The prediction of a step of `plan`, layer by layer."""
-        return predict_plan(graph, plan, self.cluster, self._costs(graph)[0])
+        return predict_plan(graph, plan, self.request.priced_on(self.cluster, plan), self._costs(graph)[0])
 
     def estimated(self, graph: LayerGraph, request: PlanRequest) -> Prediction:
         """The predicted step of the solver's plan, without the rest of a decision."""
@@ -95,7 +95,8 @@ class Pricing:
             graph, self.cluster, device=self.device, precision=precision, optimizer=optimizer,
             as_profiled=self.request.as_profiled,
         )  # fmt: skip
-        return known.costs, (*rate_notes(self.cluster, precision), *known.notes, *measured)
+        notes = precision_notes(graph, self.cluster, precision, optimizer)
+        return known.costs, (*notes, *known.notes, *measured)
 
     def _measured(self, graph: LayerGraph, device: torch.device) -> tuple[str, ...]:
         """Measure, in this process, what the user's store lacks of the parts a plan could use."""

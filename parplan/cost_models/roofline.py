@@ -24,6 +24,7 @@ from parplan.cost_models.memory.plan_peaks import memory_over_step
 from parplan.cost_models.ops.efficiency import efficiency, kernel_seconds, rate_of
 from parplan.cost_models.ops.op_calls import op_calls
 from parplan.cost_models.ops.work import Engine, Kernel, op_work
+from parplan.cost_models.optimizers import optimizer_memory
 from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
@@ -33,7 +34,7 @@ from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 
-__all__ = ["PRECISIONS", "RooflineCosts", "estimated_step", "part_key", "part_of", "rate_notes"]
+__all__ = ["PRECISIONS", "RooflineCosts", "estimated_step", "part_key", "part_of", "precision_notes", "rate_notes"]
 
 # How far estimates may be off, relative: of layers (nothing was measured), of links whose numbers were measured
 # elsewhere, and of other links. Judgement, not statistics: the report prints ranges from them.
@@ -63,6 +64,7 @@ class RooflineCosts:
         cluster: where it is to run.
         precision: what float32 products are computed in: "fp32", "tf32", or "fp16" or "bf16" under autocast (bytes
             stay those of the captured types, which overstates autocast's traffic). Other types compute in their own.
+            With "fp32" convolutions are in TF32 where a device has it, as torch computes them by default.
         optimizer: whose state the memory includes.
         links: measured communication, in place of the cluster's rates.
 
@@ -191,6 +193,8 @@ class RooflineCosts:
 
     def _seconds(self, kernel: Kernel, device: Device) -> float:
         precision = PRECISIONS.get(kernel.dtype, self.precision)
+        if kernel.engine is Engine.CONV and precision == "fp32" and "tf32" in device.flops_per_s:
+            precision = "tf32"  # torch.backends.cudnn.allow_tf32 is on by default, ...cuda.matmul.allow_tf32 is off
         return kernel_seconds(kernel, device, rate_of(device.flops_per_s, precision), efficiency(device, precision))
 
 
@@ -212,3 +216,23 @@ def rate_notes(cluster: Cluster, precision: str) -> tuple[str, ...]:
             known = ", ".join(device.flops_per_s)
             raise ClusterError(f"{device.kind} has no {precision} rate; use one of {known}")
     return tuple(f"{d.kind} has no {precision} rate: what it computes is priced at its fp32 rate." for d in lacking)
+
+
+def precision_notes(graph: LayerGraph, cluster: Cluster, precision: str, optimizer: str) -> tuple[str, ...]:
+    """Notes on the types that products are priced in, and on those of the optimizer's state."""
+    types = {graph.values[name].dtype for name in graph.parameters}
+    notes, has_tf32 = list(rate_notes(cluster, precision)), any("tf32" in d.flops_per_s for d in cluster.devices)
+    if precision == "fp32" and torch.float32 in types and has_tf32:
+        convolutions = any(layer.kind == "conv" for layer in graph.layers.values())
+        notes.append(
+            f"fp32 as torch computes it by default: {'convolutions in TF32, ' * convolutions}matrix products not in "
+            'TF32. With torch.set_float32_matmul_precision("high") they are: plan for that with --precision tf32.'
+        )
+    for dtype in sorted(types & {torch.float16, torch.bfloat16}, key=str):
+        each, name = 2 + optimizer_memory(optimizer).states, PRECISIONS[dtype]
+        state = f" and {optimizer}'s state" if each > 2 else ""
+        notes.append(
+            f"Parameters, gradients{state} are {name}, {2 * each} bytes per parameter: no float32 master weights are "
+            "planned for, as plain torch keeps none."
+        )
+    return tuple(notes)

@@ -32,7 +32,7 @@ from parplan.planner.explain.pin_prices import with_pins
 from parplan.planner.explain.reasons import with_reasons
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
-from parplan.planner.search.context import Case, fits, formulated, plain
+from parplan.planner.search.context import Case, fits, formulated, plain, shape_of
 from parplan.planner.search.schemes import (
     needs_simulation,
     rival_in_passes,
@@ -90,7 +90,7 @@ def decide(
     case = search.case
     by_hand = baselines(graph, cluster, costs, search.one_pass(), found.plan, solve_baseline)
     simulated = tuple(rival_in_passes(baseline, case) for baseline in by_hand)
-    case, found = _by_hand(search, found, by_hand)
+    case, found = _taken(search, found, by_hand)
     decision = _explained(case, found, search.costs_s, simulated, pins.whole, begin)
     if request.plan is None and memory_excess(cluster, decision.prediction):
         raise InfeasiblePlan(nearest_to_fitting(cluster, decision.prediction, by_hand))
@@ -115,7 +115,7 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
         InfeasiblePlan, PinError, PlanError: as for `decide`.
     """
     if request.plan is not None:
-        return predict(graph, cluster, costs, request.plan)
+        return predict(graph, request.priced_on(cluster, request.plan), costs, request.plan)
     case = _case(graph, cluster, costs, request)
     pins = pin_questions(request.pins, graph, cluster, request.rules == "strict")
     _, found = _searched(case, pins)
@@ -144,34 +144,32 @@ def _searched(case: Case, pins: Questions) -> tuple[ShapeSearch, Found]:
     return search, search.best(pins.whole)
 
 
-def _by_hand(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tuple[Case, Found]:
+def _taken(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tuple[Case, Found]:
     """The plan by hand that the tolerance prefers, else the plan found; with the case that it is priced in.
 
-    A plan that the user decides, in part or by its scheme, stays as it is, and so does the fastest where it is asked
-    for. One device is priced by itself: its inputs arrive there, and its results stay.
+    A plan that the user decides, in part or by its scheme, stays as it is.
     """
-    case = search.case
-    request, graph = case.request, case.graph
-    decided = request.plan is not None or request.pins or request.scheme not in ("auto", "gather")
-    if decided or request.tolerance <= 0:
-        return case, found
+    case, request, graph = search.case, search.case.request, search.case.graph
     step_s, before = _predicted(found.plan, graph, case.cluster, case.costs).step_s, found.proof.simpler
     fastest_s = step_s if before is None else step_s * before.fastest_s / found.proof.objective
-    alone = not request.started_ranks
-    legal = [one for one in by_hand if (alone or one.name != ONE) and _is_legal(one, graph, request.rules)]
-    simplest = plan_by_hand(legal, fastest_s, request.tolerance)
-    if simplest is None or simplest.plan is None:
+    simplest = None
+    if request.plan is None and not request.pins and request.scheme in ("auto", "gather"):
+        alone = not request.started_ranks
+        legal = [one for one in by_hand if (alone or one.name != ONE) and _is_legal(one, graph, request.rules)]
+        simplest = plan_by_hand(legal, fastest_s, request.tolerance)
+    plan = found.plan if simplest is None or simplest.plan is None else replace(simplest.plan, rules=request.rules)
+    own = replace(case, cluster=request.priced_on(case.cluster, plan), steps_s={})
+    if own.cluster != case.cluster:
+        formulation = ShapeSearch(own, search.asked).formulation(shape_of(plan, graph, own.cluster))
+        assert formulation is not None  # every layer has a strategy on that device
+    elif plan is found.plan:
         return case, found
-    plan = replace(simplest.plan, rules=request.rules)
-    formulation = search.one_pass()
-    if simplest.name == ONE and case.cluster.home is None:
-        (home,) = {device for own in plan.layers.values() for device in own.devices}
-        case = replace(case, cluster=replace(case.cluster, home=home), steps_s={})
-        formulation = ShapeSearch(case, search.asked).one_pass()
-    choice = formulation.choice(plan.layers)
+    else:
+        formulation = search.one_pass()
+    choice = formulation.choice(plain(plan))
     own_s = objective(formulation.problem, choice)
     simpler, gap = None, max(0.0, 1 - found.proof.bound / own_s) if own_s > 0 else 0.0
-    if own_s > fastest_s * (1 + GAP):
+    if simplest is not None and own_s > fastest_s * (1 + GAP):
         changes = Candidate(own_s, plan, formulation, choice).changes
         fastest = Candidate(step_s, found.plan, found.formulation, found.choice)
         known = before or Simpler(fastest_s, fastest.changes, 0, differs=differences(found.plan, plan, graph))
@@ -180,7 +178,7 @@ def _by_hand(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> 
         found.proof, status=(Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value, objective=own_s, gap=gap,
         simpler=simpler, by_simulation=False,
     )  # fmt: skip
-    return case, Found(plan, formulation, choice, proof, found.tried, found.without_s)
+    return own, Found(plan, formulation, choice, proof, found.tried, found.without_s)
 
 
 def _is_legal(one: Baseline, graph: LayerGraph, rules: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -127,3 +127,12 @@ class PlanRequest(PlanOptions):
     times_from: str = ""
     price_pins: bool = True
     started_ranks: bool = False
+
+    def priced_on(self, cluster: Cluster, plan: Plan) -> Cluster:
+        """The cluster that a plan is priced on: one device alone has the inputs, and keeps the results.
+
+        Where each device has its process already, the others' samples have to come from there.
+        """
+        used = {device for own in plan.layers.values() for device in own.devices}
+        alone = len(used) == 1 < cluster.count and cluster.home is None and not self.started_ranks
+        return replace(cluster, home=used.pop()) if alone else cluster

@@ -143,10 +143,10 @@ def test_every_device_has_sensible_efficiencies(name: str) -> None:
 def test_precision_decides_the_rate_and_must_be_there() -> None:
     graph = full_alexnet()
     fp32, tf32 = (RooflineCosts(graph, cluster_preset("a100", 1), precision=p) for p in ("fp32", "tf32"))
-    conv2 = graph.layers["conv2"]
-    assert fp32.layer(conv2, ONE).forward_s / tf32.layer(conv2, ONE).forward_s == pytest.approx(
-        8 * 0.87 / 0.8, rel=0.01
-    )
+    fc6, conv2 = graph.layers["fc6"], graph.layers["conv2"]
+    ratio = fp32.layer(fc6, ONE).forward_s / tf32.layer(fc6, ONE).forward_s
+    assert ratio == pytest.approx(8 * 0.87 / 0.8, rel=0.05)  # launches are in both
+    assert fp32.layer(conv2, ONE) == tf32.layer(conv2, ONE)  # torch's default: cuDNN may use TF32, matrix products not
     assert fp32.layer(graph.layers["relu1"], ONE) == tf32.layer(graph.layers["relu1"], ONE)
     with pytest.raises(ClusterError, match="k20 has no bf16 rate; use one of fp32"):
         RooflineCosts(graph, cluster_preset("k20", 1), precision="bf16")

@@ -51,7 +51,7 @@ def test_no_combination_of_strategies_is_faster(devices: int, rules: str) -> Non
     graph, cluster = perceptron(), cluster_preset(SLOW, devices)
     formulation = formulated(graph, cluster, rules == "strict")
     best = brute_force(formulation.problem).objective
-    decision = decided(graph, cluster, PlanRequest(rules=rules, tolerance=0.0))
+    decision = decided(graph, cluster, PlanRequest(rules=rules, tolerance=0.0, started_ranks=True))
     assert decision.proof.status == "OPTIMAL"
     assert decision.prediction.step_s == pytest.approx(best, rel=1e-6)
 
@@ -172,7 +172,8 @@ def test_one_device_that_is_advised_is_used_alone() -> None:
     assert alone.prediction.transfer_s == 0
     assert started.cluster.home is None
     assert started.prediction.step_s > alone.prediction.step_s
-    assert started.prediction.step_s <= 1.03 * decided(graph, cluster, PlanRequest(tolerance=0.0)).prediction.step_s
+    fastest = decided(graph, cluster, PlanRequest(tolerance=0.0, started_ranks=True))
+    assert started.prediction.step_s <= 1.03 * fastest.prediction.step_s
 
 
 def test_a_plan_that_the_user_decides_in_part_is_not_replaced() -> None:
@@ -285,8 +286,8 @@ def test_strict_rules_keep_a_loss_whole() -> None:
     net = Scored(96 * 48)
     graph = capture(net, (torch.randn(48, 8), torch.zeros(48, dtype=torch.long)))
     cluster = cluster_preset(SLOW, 4)
-    free = decided(graph, cluster, PlanRequest(tolerance=0.0))
-    strict = decided(graph, cluster, PlanRequest(rules="strict", tolerance=0.0))
+    free = decided(graph, cluster, PlanRequest(tolerance=0.0, started_ranks=True))
+    strict = decided(graph, cluster, PlanRequest(rules="strict", tolerance=0.0, started_ranks=True))
     assert free.plan.layers["loss"].axis == "vocabulary"
     assert [text for layer in free.layers if layer.name == "loss" for text in layer.bends if text.startswith("R7")]
     assert strict.plan.layers["loss"].shards == 1

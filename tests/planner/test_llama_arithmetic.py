@@ -94,7 +94,7 @@ def planned() -> tuple[LayerGraph, Cluster, RooflineCosts, Decision]:
         graph = capture(Llama().to(torch.bfloat16), (tokens, tokens))
     cluster = cluster_preset("h100-sxm", 8)
     costs = RooflineCosts(graph, cluster, precision="bf16", optimizer="adam")
-    return graph, cluster, costs, decide(graph, cluster, costs, PlanRequest(tolerance=0.0))
+    return graph, cluster, costs, decide(graph, cluster, costs, PlanRequest(tolerance=0.0, started_ranks=True))
 
 
 def product_s(takes: int, gives: int) -> float:

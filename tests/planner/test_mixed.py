@@ -60,7 +60,7 @@ def test_no_choice_of_devices_is_faster(devices: tuple[Device, ...], link: Link)
     candidates = {name: strategies(layer, 12, every_block(3)) for name, layer in graph.layers.items()}
     shape = Shape(lanes=(0, 1, 2), anywhere=True)
     problem = formulate(graph, cluster, costs, candidates, shape=shape, far_s=1.0).problem
-    decision = decided(graph, cluster, PlanRequest(tolerance=0.0))
+    decision = decided(graph, cluster, PlanRequest(tolerance=0.0, started_ranks=True))
     assert decision.proof.status == "OPTIMAL"
     assert decision.prediction.step_s == pytest.approx(brute_force(problem).objective, rel=1e-6)
 

@@ -64,7 +64,7 @@ def faster(cluster: Cluster, speed: float) -> Cluster:
 def decided(graph: LayerGraph, cluster: Cluster, optimizer: str = "momentum", overlap: float | None = None) -> Decision:
     """What is decided, nothing pinned; with another overlap than the cluster's if one is given."""
     costs = ScaledCosts(RooflineCosts(graph, cluster, optimizer=optimizer), 1.0, overlap)
-    found = decide(graph, cluster, costs, PlanRequest(optimizer=optimizer, tolerance=0.0))
+    found = decide(graph, cluster, costs, PlanRequest(optimizer=optimizer, tolerance=0.0, started_ranks=True))
     assert found.proof.gap <= 1e-6
     return found
 

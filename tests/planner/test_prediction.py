@@ -89,7 +89,7 @@ def test_the_objective_is_what_a_clock_shows(
 def test_the_solver_finds_the_best_where_reductions_cannot_hide(overlap: float, late: float, link: str | None) -> None:
     costs = Said(perceptron(), cluster_preset("k20", 2, link), replace(STEP, overlap=overlap, late=late))
     best = brute_force(formulated(costs).problem)
-    decision = decide(costs.graph, costs.cluster, costs, PlanRequest(tolerance=0.0))
+    decision = decide(costs.graph, costs.cluster, costs, PlanRequest(tolerance=0.0, started_ranks=True))
     assert decision.proof.status == "OPTIMAL"
     assert decision.proof.objective <= best.objective * (1 + 1e-6)
     if decision.plan.scheme is Scheme.GATHER and all(0 in own.devices for own in decision.plan.layers.values()):
@@ -124,7 +124,7 @@ def test_an_overhead_is_paid_by_every_plan_and_changes_no_choice() -> None:
     """Of plans that take equally long on other devices either may be chosen."""
     graph, cluster = classifier(), cluster_preset("k20", 4)
     plain, loaded = (
-        decide(graph, cluster, Said(graph, cluster, said), PlanRequest(tolerance=0.0))
+        decide(graph, cluster, Said(graph, cluster, said), PlanRequest(tolerance=0.0, started_ranks=True))
         for said in (StepCost(), StepCost(5e-3))
     )
     same = predict(graph, cluster, Said(graph, cluster, StepCost()), loaded.plan)

@@ -75,8 +75,8 @@ def test_strict_rules_keep_equal_parts() -> None:
 
 
 def test_unequal_parts_that_gain_too_little_are_not_taken() -> None:
-    even = decided(images(), 3, rules="strict", tolerance=0.0)
-    taken = decided(images(), 3, tolerance=0.0)
+    even = decided(images(), 3, rules="strict", tolerance=0.0, started_ranks=True)
+    taken = decided(images(), 3, tolerance=0.0, started_ranks=True)
     gain = even.prediction.step_s / taken.prediction.step_s - 1
 
     def searched(tolerance: float) -> float:
@@ -93,7 +93,7 @@ def test_no_combination_of_strategies_is_faster(devices: int) -> None:
     candidates = {name: strategies(layer, 11, devices, uneven=True) for name, layer in graph.layers.items()}
     problem = formulate(graph, cluster, RooflineCosts(graph, cluster), candidates).problem
     least_s = brute_force(problem).objective
-    decision = decided(graph, devices, kind="k20", tolerance=0.0)
+    decision = decided(graph, devices, kind="k20", tolerance=0.0, started_ranks=True)
     assert decision.prediction.step_s == pytest.approx(least_s, rel=1e-6)
 
 

@@ -88,9 +88,11 @@ def test_a_long_model_is_folded() -> None:
 
 PROOFS = [
     pytest.param("OPTIMAL", 0.0, "OPTIMAL: no plan of this model is faster under these", id="optimal"),
-    pytest.param("FEASIBLE", 0.032, "another one could be faster by up to 3.2 %", id="feasible"),
+    pytest.param(
+        "FEASIBLE", 0.032, "WITHIN 3.2 %: no plan of this model takes less than 18.05 ms", id="feasible"
+    ),
     pytest.param("FEASIBLE", float("inf"), "how much faster another one could be is not known", id="no bound"),
-    pytest.param("CHECKED", float("inf"), "CHECKED: the solver makes no claim about other plans", id="given"),
+    pytest.param("CHECKED", float("inf"), "NOT PROVEN: the best plan found in the time", id="no claim"),
 ]
 
 
@@ -163,8 +165,9 @@ def test_a_plan_given_is_not_called_the_best_found() -> None:
     step_s = decision.prediction.step_s
     text = printed(replace(decision, proof=Proof("FEASIBLE", step_s, step_s * 0.65, 0.35, 1.0, given=True)), 100)
     words = " ".join(text.split())
-    assert "FEASIBLE: the plan given; another one is or could be faster by up to 35 %." in words
+    assert "WITHIN 35 %: no plan of this model that has its layers on the first devices takes less than 12.12" in words
     assert "best plan found" not in words
+    assert "--time-limit" not in words
 
 
 def test_one_device_that_is_faster_is_not_denied_by_the_proof() -> None:

@@ -136,11 +136,11 @@ class Experts(nn.Module):
 def test_memory_holds() -> None:
     """With no room for the longer row on one device, weights are spread as evenly as memory asks for."""
     graph, cluster = capture(Experts((3, 1)), (torch.randn(1, 256),)), cluster_preset("k20", 2, "10gbe")
-    free = decided(graph, cluster, PlanRequest(tolerance=0.0))
+    free = decided(graph, cluster, PlanRequest(tolerance=0.0, started_ranks=True))
     assert free.branches is not None
     assert free.branches.phases
     small = cluster.with_memory(int(0.8 * max(free.prediction.memory_bytes)))
-    decision = decided(graph, small, PlanRequest(tolerance=0.0))
+    decision = decided(graph, small, PlanRequest(tolerance=0.0, started_ranks=True))
     assert max(decision.prediction.memory_bytes) <= small.devices[0].memory_bytes
     assert decision.prediction.step_s >= free.prediction.step_s
 
@@ -247,6 +247,6 @@ def test_placements_that_are_too_many_to_formulate_are_left_out_of_the_claim() -
     assert placed(phase, graph, cluster, RooflineCosts(graph, cluster), every=True) == ()
     few = placed(phase[:3], graph, cluster, RooflineCosts(graph, cluster), every=True)
     assert len(few) == 2**3 - 2
-    decision = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(tolerance=0))
+    decision = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(tolerance=0.0, started_ranks=True))
     assert BRANCHES not in decision.proof.covered
     assert "runs its branches one after another" in claim(decision)

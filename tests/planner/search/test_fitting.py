@@ -72,7 +72,7 @@ def test_a_habit_that_lacks_less_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(costs, "peaks", peaks)
     with pytest.raises(InfeasiblePlan, match=r"the nearest one, pure model parallel, needs .* and lacks 1 GiB"):
-        decide(graph, cluster, costs, PlanRequest(tolerance=0.0))
+        decide(graph, cluster, costs, PlanRequest(tolerance=0.0, started_ranks=True))
 
 
 @pytest.mark.full
@@ -83,7 +83,12 @@ def test_no_plan_named_lacks_more_than_data_parallelism() -> None:
 
     graph, cluster = capture(resnet50.build(), resnet50.example_inputs()), cluster_preset("k20", 5)
     with pytest.raises(InfeasiblePlan, match=r"needs 6\.\d+ GiB on a device, which has 4\.7 GiB and lacks 1\.\d+ GiB"):
-        decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(tolerance=0.0, time_limit_s=4.0))
+        decide(
+            graph,
+            cluster,
+            RooflineCosts(graph, cluster),
+            PlanRequest(tolerance=0.0, started_ranks=True, time_limit_s=4.0),
+        )
 
 
 def unsolved(problem: Problem, *args: Any, **options: Any) -> Solution:
@@ -96,16 +101,18 @@ def unsolved(problem: Problem, *args: Any, **options: Any) -> Solution:
 def test_a_plan_by_hand_is_given_where_the_solver_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, cluster = perceptron(), cluster_preset("k20", 2)
     costs = RooflineCosts(graph, cluster)
-    best = decide(graph, cluster, costs, PlanRequest(tolerance=0.0))
+    best = decide(graph, cluster, costs, PlanRequest(tolerance=0.0, started_ranks=True))
     monkeypatch.setattr("parplan.planner.search.select.solve", unsolved)
-    found = decide(graph, cluster, costs, PlanRequest(tolerance=0.0))
+    found = decide(graph, cluster, costs, PlanRequest(tolerance=0.0, started_ranks=True))
     by_hand = [
         one.step_s for one in found.baselines if one.step_s is not None and one.fits and one.name != "one device"
     ]
     assert found.proof.status == "FEASIBLE"
     assert found.proof.bound <= best.proof.objective <= found.proof.objective
     assert found.proof.objective <= min(by_hand) * (1 + 1e-9)
-    pinned = decide(graph, cluster, costs, PlanRequest(tolerance=0.0, pins=pins_from(["2=shards:2"])))
+    pinned = decide(
+        graph, cluster, costs, PlanRequest(tolerance=0.0, started_ranks=True, pins=pins_from(["2=shards:2"]))
+    )
     assert pinned.plan.layers["2"].shards == 2
 
 

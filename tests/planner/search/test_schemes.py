@@ -32,7 +32,7 @@ from tests.planner.simulation.test_timeline import alexnet, hybrid
 
 
 def decided(graph: LayerGraph, cluster: Cluster, scheme: str = "auto", plan: Plan | None = None) -> Decision:
-    request = PlanRequest(optimizer="momentum", scheme=scheme, plan=plan, tolerance=0.0)
+    request = PlanRequest(optimizer="momentum", scheme=scheme, plan=plan, tolerance=0.0, started_ranks=True)
     return decided_once(graph, cluster, request)
 
 

@@ -57,7 +57,7 @@ def small_case(seed: int) -> Drawn:
 
 def fastest(drawn: Drawn, **request: object) -> Decision:
     graph, cluster, costs = drawn
-    return decide(graph, cluster, costs, PlanRequest(tolerance=0.0, **request))  # type: ignore[arg-type]
+    return decide(graph, cluster, costs, PlanRequest(tolerance=0.0, started_ranks=True, **request))  # type: ignore[arg-type]
 
 
 def check_against_every_plan(drawn: Drawn, decision: Decision) -> None:
@@ -204,7 +204,7 @@ def test_a_plan_that_does_not_fit_with_its_transfers_is_not_taken(monkeypatch: p
 @pytest.mark.parametrize("scheme", ["auto", "gather"])
 def test_an_estimate_is_the_step_of_the_plan_that_is_taken(scheme: str) -> None:
     graph, cluster, costs = alexnet_on(4)
-    step = estimate(graph, cluster, costs, PlanRequest(tolerance=0.0, scheme=scheme))
+    step = estimate(graph, cluster, costs, PlanRequest(tolerance=0.0, started_ranks=True, scheme=scheme))
     assert step.step_s == pytest.approx(fastest((graph, cluster, costs), scheme=scheme).prediction.step_s)
 
 

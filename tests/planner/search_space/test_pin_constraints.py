@@ -58,7 +58,7 @@ def branches() -> LayerGraph:
 
 
 def decided(graph: LayerGraph, cluster: Cluster, *pins: str, rules: str = "default") -> Decision:
-    request = PlanRequest(pins=read_pins(pins), rules=rules, tolerance=0.0)
+    request = PlanRequest(pins=read_pins(pins), rules=rules, tolerance=0.0, started_ranks=True)
     return decide(graph, cluster, RooflineCosts(graph, cluster), request)
 
 
@@ -180,7 +180,7 @@ def test_no_legal_plan_that_keeps_the_pins_is_faster(model: str, devices: int, s
     expected = best_by_trying(graph, cluster, pins)
     if periods_of(graph, pins) - {1}:
         expected = best_in_passes(graph, cluster, pins)
-        request = PlanRequest(pins=tuple(pins), tolerance=0.0, price_pins=False)
+        request = PlanRequest(pins=tuple(pins), tolerance=0.0, started_ranks=True, price_pins=False)
         if expected < np.inf:
             found = decide(graph, cluster, costs, request)
             assert found.proof.objective == pytest.approx(expected, rel=1e-6)
@@ -207,7 +207,7 @@ def test_plans_keep_their_pins(model: str, devices: int, seed: int) -> None:
     graph, cluster = {"perceptron": perceptron, "branches": branches}[model](), cluster_preset(SLOW, devices)
     pins = drawn(graph, devices, seed)
     left = allowed(graph, pins, devices)
-    request = PlanRequest(pins=tuple(pins), tolerance=0.0)
+    request = PlanRequest(pins=tuple(pins), tolerance=0.0, started_ranks=True)
     if not all(left.values()) or np.isinf(best_by_trying(graph, cluster, pins)):
         with pytest.raises((PinError, InfeasiblePlan)):
             decide(graph, cluster, RooflineCosts(graph, cluster), request)
@@ -217,7 +217,7 @@ def test_plans_keep_their_pins(model: str, devices: int, seed: int) -> None:
     for name, strategy in decision.plan.layers.items():
         assert replace(strategy, update_period=None) in left[name]
         assert strategy.update_period == (say(pins, name, "update_period") if graph.layers[name].parameters else None)
-    free = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(tolerance=0.0))
+    free = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(tolerance=0.0, started_ranks=True))
     found = prices(decision)
     assert found.step_s == decision.prediction.step_s
     assert found.free_s == pytest.approx(free.prediction.step_s, rel=1e-6)

@@ -21,7 +21,7 @@ from tests.planner.simulation.test_timeline import alexnet
 def narrowed(*pins: str, scheme: str = "auto", gpu: str = "k20") -> Decision:
     graph, cluster = alexnet(512), cluster_preset(gpu, 4)
     costs = RooflineCosts(graph, cluster)
-    request = PlanRequest(pins=read_pins(pins), price_pins=False, scheme=scheme, tolerance=0.0)
+    request = PlanRequest(pins=read_pins(pins), price_pins=False, scheme=scheme, tolerance=0.0, started_ranks=True)
     return decide(graph, cluster, costs, request)
 
 

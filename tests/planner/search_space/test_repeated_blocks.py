@@ -193,7 +193,7 @@ def planned(seed: int, patch: pytest.MonkeyPatch, alike: bool, plan: Plan | None
     """The decision on a model, with blocks alike or every layer for itself."""
     graph, cluster, costs, found = deep(seed)
     patch.setattr(context, "fold", lambda graph: found if alike else None)
-    return decide(graph, cluster, costs, PlanRequest(tolerance=0.0, plan=plan, time_limit_s=8.0))
+    return decide(graph, cluster, costs, PlanRequest(tolerance=0.0, started_ranks=True, plan=plan, time_limit_s=8.0))
 
 
 @pytest.mark.sampled(1)
