@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["analyze", "analyze_profile", "compile", "verify"]
 
+SILENT_S = 3.0
+"""Seconds that a first call may take without a line on the terminal; most plans of small models are made by then."""
+
 
 def analyze(
     model: nn.Module,
@@ -219,11 +222,12 @@ def compile(  # the name users know from torch.compile
     from parplan.planner.request import PlanOptions
     from parplan.pricing import Pricing
     from parplan.report.analysis import Analysis
+    from parplan.report.progress import Progress
     from parplan.runtime.module.compiled import Compiled
 
     options = PlanOptions.of(locals())
     model, kwargs = _with_loss(model, kwargs, loss, targets)
-    request = replace(options, plan=None).request(price_pins=False)
+    request, progress = replace(options, plan=None).request(price_pins=False), Progress(after_s=SILENT_S)
 
     def pricing() -> Pricing:
         return Pricing.for_devices(compiled.device_count, compiled.device, request, compiled.home)
@@ -231,7 +235,7 @@ def compile(  # the name users know from torch.compile
     def planner(graph: LayerGraph) -> Plan:
         if options.plan is not None:
             return _checked(options.plan, graph, compiled.device_count, warn=True)
-        report = compiled.report = Analysis.of(pricing().decided(graph))
+        report = compiled.report = Analysis.of(replace(pricing(), progress=progress).decided(graph))
         return report.plan
 
     compiled = Compiled(
@@ -239,6 +243,7 @@ def compile(  # the name users know from torch.compile
         inputs=inputs, threads=threads, check=check,
     )  # fmt: skip
     compiled.predict_times = lambda graph, plan: pricing().predicted(graph, plan).expected
+    compiled.while_planning(progress)
     if example_inputs is not None or kwargs:
         compiled.prepare(*_arguments(example_inputs), **dict(kwargs or {}))
     return compiled

@@ -25,7 +25,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from parplan.cli.options import ProfileOptions, RunOptions, TargetOptions, parse
+from parplan.cli.options import ProfileOptions, RunOptions, TargetOptions, completion, parse
 from parplan.errors import ParplanError
 from parplan.files import check_writable, write_files
 from parplan.pins import Pin, parse_pin, pins_from_toml, read_pins
@@ -379,6 +379,11 @@ def _run_report(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _completion(options: argparse.Namespace) -> int:
+    _write(completion(options.shell))
+    return DONE
+
+
 _COMMANDS = {
     "analyze": _analyze,
     "verify": _verify,
@@ -388,4 +393,5 @@ _COMMANDS = {
     "explain": _explain,
     "presets": _presets,
     "doctor": _doctor,
+    "completion": _completion,
 }

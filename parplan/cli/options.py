@@ -25,7 +25,7 @@ from parplan.planner.request import PlanOptions
 if TYPE_CHECKING:
     from parplan.target import Target
 
-__all__ = ["ProfileOptions", "RunOptions", "TargetOptions", "parse"]
+__all__ = ["ProfileOptions", "RunOptions", "TargetOptions", "completion", "parse"]
 
 TARGETS = """
 TARGET is one of
@@ -104,6 +104,12 @@ PRESETS = """\
 Lists the devices and links that --gpu, --link and cluster files know by name,
 each number with where it comes from. A ~ marks what is estimated: from memory,
 derived from another number, or assumed."""
+
+
+SHELLS = ("bash", "zsh", "tcsh")
+COMPLETION = """\
+Prints the script with which a shell completes commands, options and files:
+  parplan completion bash > ~/.local/share/bash-completion/completions/parplan"""
 
 
 DOCTOR = """\
@@ -263,6 +269,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def completion(shell: str) -> str:
+    """The script with which a shell completes commands, options and files.
+
+    Raises:
+        ParplanError: shtab, which writes it, is not installed.
+    """
+    try:
+        import shtab
+    except ImportError as error:
+        raise ParplanError("completion is written by shtab; pip install 'parplan[completion]'") from error
+    parser, commands = _parsers()
+    for command in commands.values():
+        for action in command._actions:  # argparse has no public list of them, and shtab reads this one too
+            if action.metavar == "FILE" or action.dest in ("target", "first", "second", "report"):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    script: str = shtab.complete(parser, shell)
+    return script
+
+
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     """The parser, and those of its commands by name."""
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
@@ -278,11 +303,13 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         "profile": ("measure what plans cost here", PROFILE),
         "run-report": ("run a plan and look back", RUN_REPORT),
         "doctor": ("say what this machine has", DOCTOR),
+        "completion": ("print what completes commands and options in a shell", COMPLETION),
     }
     found: dict[str, _Parser] = {
         name: commands.add_parser(name, help=line, description=text, **style) for name, (line, text) in helps.items()
     }
-    analyze, verify, diff, explain, presets, profile, run, doctor = found.values()
+    analyze, verify, diff, explain, presets, profile, run, doctor, shell = found.values()
+    shell.add_argument("shell", choices=SHELLS, help="the shell")
     diff.add_argument("first", metavar="A", help="a plan or a report, as JSON")
     diff.add_argument("second", metavar="B", help="another one")
     _add_target(diff, nargs="?")
@@ -298,7 +325,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     _add_target(profile, nargs="?")
     add_options(profile, ProfileOptions)
     presets.add_argument("--json", help=f"the same {JSON}", **FILE)
-    for command in (explain, presets, doctor):
+    for command in (explain, presets, doctor, shell):
         command.add_argument("--verbose", action="store_true", help=VERBOSE)
 
     pins_file: dict[str, Any] = {

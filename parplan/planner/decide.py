@@ -309,11 +309,11 @@ def _notes(case: Case, found: Found, step: Prediction) -> Sequence[str]:
             f"asks for at {graph.compiling[0]}"
         )
     if graph.checks:
-        found = counted(len(graph.checks), "assertion")
-        notes.append(f"Checked before every step: {found} of the forward on its inputs ({graph.checks[0].line}).")
+        text = counted(len(graph.checks), "assertion")
+        notes.append(f"Checked before every step: {text} of the forward on its inputs ({graph.checks[0].line}).")
     if graph.unchecked:
-        found = counted(len(graph.unchecked), "assertion")
-        notes.append(f"Not checked: {found} of the forward on weights or activations ({graph.unchecked[0]}).")
+        text = counted(len(graph.unchecked), "assertion")
+        notes.append(f"Not checked: {text} of the forward on weights or activations ({graph.unchecked[0]}).")
     if graph.one_batch:
         reason = " ".join(graph.one_batch.split())
         samples = counted(graph.batch or 0, "sample")

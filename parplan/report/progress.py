@@ -1,6 +1,6 @@
 """Progress of capture, costs and solver: one line on standard error, gone when they are done.
 
-Nothing at all is written where standard error is not a terminal.
+Nothing at all is written where standard error is not a terminal; a notebook gets a line if it takes long.
 
     with Progress() as progress:
         progress.phase("capture")
@@ -13,6 +13,9 @@ Nothing at all is written where standard error is not a terminal.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
+from threading import Timer
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -66,11 +69,17 @@ class _Left(TimeRemainingColumn):
 
 
 class Progress:
-    """A context manager with three callbacks, which any thread may call; outside the context they do nothing."""
+    """A context manager with three callbacks, which any thread may call; outside the context they do nothing.
 
-    def __init__(self, console: Console | None = None) -> None:
+    Args:
+        after_s: seconds in which nothing is shown: what is done by then needs no line.
+    """
+
+    def __init__(self, console: Console | None = None, after_s: float = 0.0) -> None:
         self._console = console or Console(stderr=True)
+        self._after_s = after_s
         self._bar: Bar | None = None
+        self._timer: Timer | None = None
         self._name = ""
 
     def __enter__(self) -> Progress:
@@ -86,12 +95,26 @@ class Progress:
                 console=self._console,
                 transient=True,
             )
-            self._bar.start()
+            if self._after_s > 0:
+                self._later(self._bar.start)
+            else:
+                self._bar.start()
+        elif self._after_s > 0 and "ipykernel" in sys.modules:
+            self._later(lambda: print(f"parplan: {self._name} ...", file=sys.stderr))
         return self
+
+    def _later(self, show: Callable[[], None]) -> None:
+        self._timer = Timer(self._after_s, show)
+        self._timer.daemon = True
+        self._timer.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+            timer.join()  # it may be about to start the line
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.stop()

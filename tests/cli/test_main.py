@@ -251,7 +251,8 @@ USAGE = [
     ("", "say what to do, such as parplan analyze TARGET; commands are "),
     (
         "xyz net.py",
-        "xyz is no command; commands are analyze, verify, diff, explain, presets, profile, run-report, doctor",
+        "xyz is no command; commands are analyze, verify, diff, explain, presets, profile, run-report, doctor, "
+        "completion",
     ),
     ("anlyze net.py", "anlyze is no command; did you mean analyze? (see `parplan --help`)"),
     ("analyze nowhere.py --gpus 0", "--gpus 0: a plan needs at least 1 device"),
@@ -488,3 +489,19 @@ def test_the_decision_is_what_the_real_signature_gives() -> None:
     assert used <= set(inspect.signature(api.analyze).parameters)
     assert {"kwargs", "plan", "devices", "seed"} <= set(inspect.signature(api.verify).parameters)
     assert inspect.signature(api.analyze).return_annotation == Analysis.__name__
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for word in ("analyze", "run-report", "--tolerance", "--check-tolerance", "doctor"))
+
+
+def test_completion_without_its_library_says_how_to_get_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert "pip install 'parplan[completion]'" in capsys.readouterr().err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import sys
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
@@ -37,6 +39,49 @@ def test_nothing_without_a_terminal() -> None:
     with Progress(screen) as progress:
         run(progress)
     assert written.getvalue() == b""
+
+
+def test_what_is_done_soon_needs_no_line() -> None:
+    screen, written = console(terminal=True)
+    with Progress(screen, after_s=60.0) as progress:
+        run(progress)
+    assert written.getvalue() == b""
+
+
+def test_what_takes_longer_gets_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal shows the phase, a notebook gets one line, a log nothing."""
+    shown: list[str] = []
+    monkeypatch.setattr("parplan.report.progress.Timer", _AtOnce)
+    monkeypatch.setattr("builtins.print", lambda text, file: shown.append(text))
+    screen, written = console(terminal=True)
+    with Progress(screen, after_s=3.0) as progress:
+        progress.phase("capture")
+    assert HIDE_CURSOR.encode() in written.getvalue()
+    for notebook in (False, True):
+        if notebook:
+            monkeypatch.setitem(sys.modules, "ipykernel", sys)
+        screen, written = console(terminal=False)
+        with Progress(screen, after_s=3.0) as progress:
+            progress.phase("capture")
+        assert written.getvalue() == b""
+        assert len(shown) == notebook
+
+
+class _AtOnce:
+    """A timer whose time is over when it is started."""
+
+    def __init__(self, after_s: float, show: Callable[[], None]) -> None:
+        self._show = show
+
+    def start(self) -> None:
+        """Show it."""
+        self._show()
+
+    def cancel(self) -> None:
+        """It is over."""
+
+    def join(self) -> None:
+        """It is over."""
 
 
 def test_nothing_outside_the_context() -> None:

@@ -88,9 +88,7 @@ def test_a_long_model_is_folded() -> None:
 
 PROOFS = [
     pytest.param("OPTIMAL", 0.0, "OPTIMAL: no plan of this model is faster under these", id="optimal"),
-    pytest.param(
-        "FEASIBLE", 0.032, "WITHIN 3.2 %: no plan of this model takes less than 18.05 ms", id="feasible"
-    ),
+    pytest.param("FEASIBLE", 0.032, "WITHIN 3.2 %: no plan of this model takes less than 18.05 ms", id="feasible"),
     pytest.param("FEASIBLE", float("inf"), "how much faster another one could be is not known", id="no bound"),
     pytest.param("CHECKED", float("inf"), "NOT PROVEN: the best plan found in the time", id="no claim"),
 ]

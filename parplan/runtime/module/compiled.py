@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -289,6 +290,10 @@ class Compiled(Wrapped):
             "the model was captured as if these inputs were refused, and its own code catches the error or raises it "
             f"under another condition; use torch.where, or check inputs in front of the model\n  at {check.line}"
         )
+
+    def while_planning(self, progress: AbstractContextManager[Any]) -> None:
+        """Have the first capture and planning run inside of `progress`, whose `phase` is told what is done."""
+        self._captures.progress = progress
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for inputs like these without running anything; returns the plan."""

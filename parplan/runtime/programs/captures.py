@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Captures:
         plan: once it is made.
         planned: the shapes that it was made for.
         programs: lowers the graphs.
+        progress: shows the phases of the first capture and of planning, if anything does.
     """
 
     def __init__(self, module: nn.Module, planner: Planner, transport: Transport, options: Options) -> None:
@@ -71,6 +73,7 @@ class Captures:
         self.programs = Programs(module, transport, options)
         self.plan: Plan | None = None
         self.planned: PlannedMemory | None = None
+        self.progress: AbstractContextManager[Any] = nullcontext()
 
     def clear(self) -> None:
         """Forget what was captured, but not the plan."""
@@ -131,11 +134,14 @@ class Captures:
             return found
         batch = self._whole_batch(call)
         if self.plan is None:
-            # Every rank captures, at the same time; only one plans.
-            graph = self._trace(call, True, batch, settle=training)
-            if training or not graph.settled:
-                self._traced[self._kind(call, True), batch] = graph
-            plan = Plan.from_json(self._transport.from_first(lambda: self._planner(graph).to_json()))
+            # Every rank captures, at the same time; only one plans, and shows how far it is.
+            with self.progress if self._transport.rank == 0 else nullcontext() as shown:
+                if shown is not None:
+                    shown.phase("capture")
+                graph = self._trace(call, True, batch, settle=training)
+                if training or not graph.settled:
+                    self._traced[self._kind(call, True), batch] = graph
+                plan = Plan.from_json(self._transport.from_first(lambda: self._planner(graph).to_json()))
             count, ranks = self.programs.device_count, self._transport.processes > 1
             if plan.devices > count or (ranks and plan.devices != count):
                 raise PlanError(
