@@ -25,6 +25,13 @@ from tests.patterns import (
     programs_signals,
     programs_state,
     programs_vision,
+    public_diffusion,
+    public_generation,
+    public_graphs,
+    public_language,
+    public_science,
+    public_text,
+    public_vision,
     second_round,
 )  # fmt: skip
 from tests.patterns.pattern import Pattern
@@ -32,6 +39,9 @@ from tests.patterns.pattern import Pattern
 __all__ = ["PATTERNS", "launched", "run_cell"]
 
 _SECTIONS = (
+    public_language.SECTION, public_text.SECTION, public_vision.SECTION,
+    public_generation.SECTION, public_diffusion.SECTION,
+    public_science.SECTION, public_graphs.SECTION,
     loops.SECTION, optimizers.SECTION, checkpoints.SECTION, models.SECTION, data.SECTION, modules.SECTION,
     attributes.SECTION, custom_autograd.SECTION, precision.SECTION, second_round.SECTION,
     programs_generation.SECTION, programs_vision.SECTION,
