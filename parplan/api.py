@@ -6,6 +6,7 @@ Heavy imports stay inside the functions, so that `import parplan` costs nothing.
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -334,7 +335,7 @@ def _with_loss(
     """The module to capture, and the keywords to capture it with.
 
     Raises:
-        ModelError: `model` is no module, or targets are given without a loss.
+        ModelError: `model` is no module, its mode cannot be set, or targets are given without a loss.
     """
     from torch import nn
 
@@ -342,11 +343,33 @@ def _with_loss(
 
     if not isinstance(model, nn.Module):
         raise ModelError(f"{type(model).__name__} is no model; give a torch.nn.Module, such as MyNet()")
+    _check_modes(model)
     if loss is None and targets is not None:
         raise ModelError("targets are given without a loss; give loss=, a function of results and targets")
     if loss is None:
         return model, kwargs
     return with_loss(model, loss), kwargs if targets is None else {**(kwargs or {}), "targets": targets}
+
+
+def _check_modes(model: nn.Module) -> None:
+    """Refuse a method of the user's own in place of `train(mode)`, by which captures and evaluation set the mode.
+
+    Raises:
+        ModelError: a module's `train` takes no mode.
+    """
+    from torch import nn
+
+    for path, module in model.named_modules():
+        if type(module).train is nn.Module.train:
+            continue
+        signature = inspect.signature(module.train)
+        try:
+            signature.bind(True)
+        except TypeError:
+            raise ModelError(
+                f"{path or 'the model'} has a method {type(module).__name__}.train{signature} in place of "
+                "nn.Module.train(mode), which sets training and evaluation; give it another name"
+            ) from None
 
 
 def _arguments(example_inputs: Any) -> tuple[Any, ...]:

@@ -309,3 +309,62 @@ def word_language_model(run: Run) -> None:
 )
 def word_transformer(run: Run) -> None:
     _word_language_model(run, TransformerModel(8))
+
+
+@SECTION(
+    "DPO: chosen and rejected answers in one batch, a frozen reference, RMSprop with warm-up, accumulation, rewards, "
+    "evaluation"
+)
+def dpo(run: Run) -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places, self.block = nn.Embedding(WORDS, 8), nn.Embedding(10, 8), _Block(8)
+            self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, WORDS, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, ids: Tensor) -> Any:
+            return self.head(self.norm(self.block(self.words(ids) + self.places(torch.arange(ids.shape[1])))))
+
+    policy_plain = Language()
+    reference = run.compile(copy.deepcopy(policy_plain).eval().requires_grad_(False))
+    policy = run.compile(policy_plain)
+    optimizer = torch.optim.RMSprop(policy.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+
+    def logps(logits: Tensor, labels: Tensor) -> Tensor:
+        labels = labels[:, 1:].clone()
+        mask = labels != -100
+        labels[labels == -100] = 0
+        per_token = torch.gather(logits[:, :-1].log_softmax(-1), dim=2, index=labels.unsqueeze(2)).squeeze(2)
+        return (per_token * mask).sum(-1)
+
+    def forward(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        found = logps(model(ids.flatten(0, 1)), labels.flatten(0, 1)).view(-1, 2)  # pairs, so that parts stay samples
+        return found[:, 0], found[:, 1]
+
+    def metrics() -> tuple[Tensor, Tensor]:
+        ids = run.randint(WORDS, BATCH, 2, 6)
+        labels = torch.where(torch.arange(6) < 2, -100, ids)
+        chosen, rejected = forward(policy, ids, labels)
+        with torch.no_grad():
+            ref_chosen, ref_rejected = forward(reference, ids, labels)
+        logits = (chosen - rejected) - (ref_chosen - ref_rejected)
+        losses = -F.logsigmoid(0.5 * logits) * 0.9 - F.logsigmoid(-0.5 * logits) * 0.1
+        return losses.mean(), 0.5 * (chosen - ref_chosen).detach().mean()
+
+    for _ in range(3):
+        policy.train()
+        for _ in range(2):
+            loss, reward = metrics()
+            (loss / 2).backward()
+            run.mean("loss", loss)
+            run.mean("reward", reward)
+        run.same("norm", nn.utils.clip_grad_norm_(policy.parameters(), 1.0))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        policy.eval()
+        with torch.no_grad():
+            run.mean("evaluation", metrics()[0])
+    run.state(policy)

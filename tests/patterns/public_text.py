@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ class _Seq2Seq(nn.Module):
     def __init__(self, batch_first: bool) -> None:
         super().__init__()
         self.batch_first = batch_first
+        self.causal = {"src_is_causal": False, "tgt_is_causal": True} if batch_first else {}
         self.transformer = nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=batch_first)
         self.generator, self.src_tok_emb, self.tgt_tok_emb = nn.Linear(8, WORDS), _TokenEmbedding(8), _TokenEmbedding(8)
 
@@ -50,7 +50,7 @@ class _Seq2Seq(nn.Module):
     def forward(self, src: Tensor, trg: Tensor, masks: tuple[Tensor, Tensor], paddings: tuple[Tensor, Tensor]) -> Any:
         src_emb, tgt_emb = self.placed(self.src_tok_emb, src), self.placed(self.tgt_tok_emb, trg)
         outs = self.transformer(
-            src_emb, tgt_emb, *masks, None,
+            src_emb, tgt_emb, *masks, None, **self.causal,
             src_key_padding_mask=paddings[0], tgt_key_padding_mask=paddings[1], memory_key_padding_mask=paddings[0],
         )  # fmt: skip
         return self.generator(outs)
@@ -110,12 +110,17 @@ def _translate(run: Run, batch_first: bool) -> None:
 
 @SECTION(
     "pytorch/examples `language_translation`: `nn.Transformer` of [T, B] words with [B, T] padding masks (`dim=1`)",
+    refused={"*": "a branch is data-dependent"},
+    why="it looks at masks to see whether they are causal, and samples lie along two dimensions; say "
+    "`src_is_causal=False, tgt_is_causal=True`, and take `batch_first=True`",
 )
 def language_translation(run: Run) -> None:
     _translate(run, batch_first=False)
 
 
-@SECTION("the same with `batch_first=True`: masks of both texts as arguments, decoded word by word through methods")
+@SECTION(
+    "the same with `batch_first=True` and `tgt_is_causal=True`: masks as arguments, decoded word by word by methods"
+)
 def language_translation_batch_first(run: Run) -> None:
     _translate(run, batch_first=True)
 
@@ -165,7 +170,12 @@ def packed_tagger(run: Run) -> None:
     _tagger(run, 7)
 
 
-@SECTION("the same, unpacked to the length of the longest sentence", free=("lstm",))
+@SECTION(
+    "the same, unpacked to the length of the longest sentence",
+    refused={"*": "give total_length=x.size(1)"},
+    why="replicas would return results of different lengths; give `pad_packed_sequence` a `total_length`",
+    free=("lstm",),
+)
 def packed_tagger_longest(run: Run) -> None:
     _tagger(run, None)
 
@@ -348,7 +358,7 @@ def _replaced(model: nn.Module, kind: type, made: Any) -> nn.Module:
 
 
 @SECTION(
-    "peft LoRA: linear layers of a GPT-2 wrapped, adapters trained alone, `disable_adapter()`, the adapters' state saved, "
+    "peft LoRA: linear layers of a GPT-2 wrapped, adapters trained alone, `disable_adapter()`, their state saved, "
     "`merge_and_unload`"
 )
 def peft_lora(run: Run) -> None:
@@ -391,12 +401,11 @@ def peft_lora(run: Run) -> None:
         ids = run.randint(WORDS, BATCH, 5)
         with torch.no_grad(), disable_adapter(model):
             run.rows("reference", model(ids))
-    weights = {name: p for name, p in model.state_dict().items() if "lora_" in name}
-    saved = run.from_first(lambda: weights)
+    weights = model.state_dict()
+    base = {name.replace("base_layer.", ""): p for name, p in weights.items() if "lora_" not in name}
+    saved = run.from_first(lambda: {name: p for name, p in weights.items() if "lora_" in name})
     fresh = Body()
-    fresh.load_state_dict(
-        {n.replace("base_layer.", ""): p for n, p in run.from_first(model.state_dict).items() if "lora" not in n}
-    )
+    fresh.load_state_dict(base)
     fresh.q_proj, fresh.v_proj = (_LoraLinear(p, 2, 4.0) for p in (fresh.q_proj, fresh.v_proj))  # type: ignore[assignment]
     fresh.load_state_dict(saved, strict=False)
     merged = run.compile(_replaced(fresh, _LoraLinear, _LoraLinear.merged).eval())
@@ -404,62 +413,3 @@ def peft_lora(run: Run) -> None:
     with torch.no_grad():
         run.rows("merged", merged(ids))
         run.rows("adapted", model(ids))
-
-
-@SECTION(
-    "DPO: chosen and rejected answers in one batch, a frozen reference, RMSprop with warm-up, accumulation, rewards, "
-    "evaluation"
-)
-def dpo(run: Run) -> None:
-    class Language(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.places, self.block = nn.Embedding(WORDS, 8), nn.Embedding(10, 8), _Gpt2Block()
-            self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, WORDS, bias=False)
-            self.head.weight = self.words.weight
-
-        def forward(self, ids: Tensor) -> Any:
-            return self.head(self.norm(self.block(self.words(ids) + self.places(torch.arange(ids.shape[1])), None)[0]))
-
-    policy_plain = Language()
-    reference = run.compile(copy.deepcopy(policy_plain).eval().requires_grad_(False))
-    policy = run.compile(policy_plain)
-    optimizer = torch.optim.RMSprop(policy.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
-
-    def logps(logits: Tensor, labels: Tensor) -> Tensor:
-        labels = labels[:, 1:].clone()
-        mask = labels != -100
-        labels[labels == -100] = 0
-        per_token = torch.gather(logits[:, :-1].log_softmax(-1), dim=2, index=labels.unsqueeze(2)).squeeze(2)
-        return (per_token * mask).sum(-1)
-
-    def forward(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        found = logps(model(ids.flatten(0, 1)), labels.flatten(0, 1)).view(-1, 2)  # pairs, so that parts stay samples
-        return found[:, 0], found[:, 1]
-
-    def metrics() -> tuple[Tensor, Tensor]:
-        ids = run.randint(WORDS, BATCH, 2, 6)
-        labels = torch.where(torch.arange(6) < 2, -100, ids)
-        chosen, rejected = forward(policy, ids, labels)
-        with torch.no_grad():
-            ref_chosen, ref_rejected = forward(reference, ids, labels)
-        logits = (chosen - rejected) - (ref_chosen - ref_rejected)
-        losses = -F.logsigmoid(0.5 * logits) * 0.9 - F.logsigmoid(-0.5 * logits) * 0.1
-        return losses.mean(), 0.5 * (chosen - ref_chosen).detach().mean()
-
-    for _ in range(3):
-        policy.train()
-        for _ in range(2):
-            loss, reward = metrics()
-            (loss / 2).backward()
-            run.mean("loss", loss)
-            run.mean("reward", reward)
-        run.same("norm", nn.utils.clip_grad_norm_(policy.parameters(), 1.0))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        policy.eval()
-        with torch.no_grad():
-            run.mean("evaluation", metrics()[0])
-    run.state(policy)

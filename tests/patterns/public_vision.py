@@ -334,7 +334,7 @@ def timm_train(run: Run) -> None:
     groups = [{"params": plain, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.05}]
     optimizer = torch.optim.SGD(groups, lr=0.02, momentum=0.9, nesterov=True)
     data, update, clip = loader(run, *images(run, 3, 8, 8), shuffle=False), 0, _AdaptiveClip()
-    for epoch in range(3):
+    for _ in range(3):
         model.train()
         batches = [*data, *data]
         for index, (x, target) in enumerate(batches):
