@@ -29,6 +29,7 @@ from tests.patterns import (
     public_generation,
     public_graphs,
     public_language,
+    public_schemes,
     public_science,
     public_text,
     public_vision,
@@ -41,7 +42,7 @@ __all__ = ["PATTERNS", "launched", "run_cell"]
 _SECTIONS = (
     public_language.SECTION, public_text.SECTION, public_vision.SECTION,
     public_generation.SECTION, public_diffusion.SECTION,
-    public_science.SECTION, public_graphs.SECTION,
+    public_science.SECTION, public_graphs.SECTION, public_schemes.SECTION,
     loops.SECTION, optimizers.SECTION, checkpoints.SECTION, models.SECTION, data.SECTION, modules.SECTION,
     attributes.SECTION, custom_autograd.SECTION, precision.SECTION, second_round.SECTION,
     programs_generation.SECTION, programs_vision.SECTION,

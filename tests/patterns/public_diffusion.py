@@ -10,12 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.ao import quantization
 
 from benchmarks.training import Run
-from tests.patterns.nets import BATCH, loader, sgd, total
+from tests.patterns.nets import BATCH
 from tests.patterns.pattern import Section
-from tests.patterns.programs_language import SINGLE
 
 SECTION = Section("Public training programs")
 
@@ -347,116 +345,3 @@ def vector_quantize(run: Run) -> None:
 @SECTION("the same with its flag as a Python attribute")
 def vector_quantize_flag(run: Run) -> None:
     _quantized_autoencoder(run, python_flag=True)
-
-
-class _Moco(nn.Module):
-    """MoCo's builder; `by_pointer` writes the queue at a number, as published, else at a tensor."""
-
-    queue: Tensor
-    queue_ptr: Tensor
-
-    def __init__(self, by_pointer: bool) -> None:
-        super().__init__()
-        self.by_pointer = by_pointer
-        self.encoder_q, self.encoder_k = (
-            nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2)
-        )
-        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
-            param_k.data.copy_(param_q.data)
-            param_k.requires_grad = False
-        self.register_buffer("queue", F.normalize(torch.randn(4, 2 * BATCH), dim=0))
-        self.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.long))
-
-    @torch.no_grad()
-    def momentum_update(self) -> None:
-        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
-            param_k.data = param_k.data * 0.9 + param_q.data * 0.1
-
-    @torch.no_grad()
-    def enqueue(self, keys: Tensor) -> None:
-        if self.by_pointer:
-            ptr = int(self.queue_ptr)
-            self.queue[:, ptr : ptr + keys.shape[0]] = keys.T
-            self.queue_ptr[0] = (ptr + keys.shape[0]) % self.queue.shape[1]
-            return
-        at = (self.queue_ptr + torch.arange(keys.shape[0])) % self.queue.shape[1]
-        self.queue.index_copy_(1, at, keys.T)
-        self.queue_ptr.copy_((self.queue_ptr + keys.shape[0]) % self.queue.shape[1])
-
-    def forward(self, im_q: Tensor, im_k: Tensor) -> Any:
-        q = F.normalize(self.encoder_q(im_q), dim=1)
-        with torch.no_grad():
-            if self.by_pointer:
-                self.momentum_update()
-            k = F.normalize(self.encoder_k(im_k), dim=1)
-        l_pos = torch.einsum("nc,nc->n", [q, k]).unsqueeze(-1)
-        l_neg = torch.einsum("nc,ck->nk", [q, self.queue.clone().detach()])
-        logits = torch.cat([l_pos, l_neg], dim=1) / 0.07
-        self.enqueue(k)
-        return logits, torch.zeros(logits.shape[0], dtype=torch.long)
-
-
-def _contrast(run: Run, by_pointer: bool) -> None:
-    model = run.compile(_Moco(by_pointer))
-    optimizer, criterion = sgd(model, 0.03), nn.CrossEntropyLoss()
-    for epoch in range(3):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.03 * 0.5 * (1.0 + math.cos(math.pi * epoch / 3))
-        if not by_pointer:
-            model.momentum_update()
-        output, target = model(run.randn(BATCH, 6), run.randn(BATCH, 6))
-        loss = criterion(output, target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-        run.same("right", total(run, (output.argmax(1) == target).sum().item()))
-    run.state(model)
-
-
-@SECTION(
-    "MoCo: the momentum update and a queue written at `int(self.queue_ptr)` inside the forward",
-    refused={"*": "the buffer 'queue_ptr' decides it"},
-    why="the pointer is read as a Python number; write rows at a tensor, and update the key encoder in the script",
-)
-def moco_example(run: Run) -> None:
-    _contrast(run, by_pointer=True)
-
-
-@SECTION("the same: the queue written by `index_copy_` at a tensor, `momentum_update()` called by the script")
-def moco_by_tensor(run: Run) -> None:
-    _contrast(run, by_pointer=False)
-
-
-@SECTION("QAT in float32: `torch.ao`'s `prepare_qat`, observers switched off, batch norm frozen", tolerance=SINGLE)
-def quantization_aware(run: Run) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.quant, self.dequant = quantization.QuantStub(), quantization.DeQuantStub()
-            self.conv, self.bn, self.relu = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
-            self.fc = nn.Linear(64, 4)
-
-        def forward(self, x: Tensor) -> Any:
-            x = self.relu(self.bn(self.conv(self.quant(x))))
-            return self.dequant(self.fc(x.flatten(1)))
-
-    plain = Net().float().train()
-    quantization.fuse_modules_qat(plain, ["conv", "bn", "relu"], inplace=True)
-    plain.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
-    model = run.compile(quantization.prepare_qat(plain).float())
-    optimizer = sgd(model, 0.05)
-    data = loader(run, torch.randn(16, 1, 6, 6, generator=run.draws).float(), torch.arange(16) % 4)
-    for epoch in range(3):
-        model.train()
-        if epoch == 1:
-            model.apply(torch.ao.nn.intrinsic.qat.freeze_bn_stats)
-        if epoch == 2:
-            model.apply(quantization.disable_observer)
-        for image, target in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(image), target)
-            loss.backward()
-            optimizer.step()
-            run.mean("loss", loss)
-    run.state(model)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.training import Run
-from tests.patterns.nets import BATCH, total
+from tests.patterns.nets import BATCH
 from tests.patterns.pattern import Section
 
 SECTION = Section("Public training programs")
@@ -217,91 +217,3 @@ def sage_fan_out(run: Run) -> None:
         optimizer.step()
         run.mean("loss", loss)
     run.state(model)
-
-
-class _ForwardLayer(nn.Linear):
-    """A layer of the forward-forward algorithm."""
-
-    def forward(self, x: Tensor) -> Any:
-        """Activations of a direction."""
-        return torch.relu(torch.mm(x / (x.norm(2, 1, keepdim=True) + 1e-4), self.weight.T) + self.bias.unsqueeze(0))
-
-
-def _overlay(x: Tensor, y: Tensor) -> Tensor:
-    x_ = x.clone()
-    x_[:, :4] *= 0.0
-    x_[range(x.shape[0]), y] = x.max()
-    return x_
-
-
-def _forward_forward_data(run: Run) -> tuple[Tensor, Tensor, Tensor]:
-    whole = torch.rand(BATCH, 6, generator=run.draws)
-    whole[::4, 5] = 1.0  # each process has the largest value, so that all mark classes alike
-    x, y = run.own(whole), run.randint(4, BATCH)
-    return x, y, (y + 1) % 4
-
-
-def _goodness_loss(g_pos: Tensor, g_neg: Tensor) -> Tensor:
-    return torch.log(1 + torch.exp(torch.cat([-g_pos + 0.5, g_neg - 0.5]))).mean()
-
-
-@SECTION(
-    "pytorch/examples `mnist_forward_forward`: layers with an optimizer each, and a method `train(x_pos, x_neg)`",
-    refused={"*": "in place of nn.Module.train(mode)"},
-    why="that name is the mode's, which parplan sets; give the method another one, or make it a function of the script",
-)
-def mnist_forward_forward(run: Run) -> None:
-    class Layer(_ForwardLayer):
-        opt: torch.optim.Optimizer
-
-        def train(self, x_pos: Any, x_neg: Any) -> Any:  # type: ignore[override]
-            for _ in range(2):
-                g_pos, g_neg = self.forward(x_pos).pow(2).mean(1), self.forward(x_neg).pow(2).mean(1)
-                loss = _goodness_loss(g_pos, g_neg)
-                self.opt.zero_grad()
-                loss.backward()
-                self.opt.step()
-                losses.append(loss.detach())
-            return self.forward(x_pos).detach(), self.forward(x_neg).detach()
-
-    losses: list[Tensor] = []
-    layers = [run.compile(Layer(6, 8)), run.compile(Layer(8, 8))]
-    for layer in layers:
-        layer.opt = torch.optim.Adam(layer.parameters(), lr=0.03)
-    for _ in range(2):
-        x, y, wrong = _forward_forward_data(run)
-        h_pos, h_neg = _overlay(x, y), _overlay(x, wrong)
-        for layer in layers:
-            h_pos, h_neg = layer.train(h_pos, h_neg)
-    run.mean("losses", torch.stack(losses))
-    for number, layer in enumerate(layers):
-        run.state(layer, f"{number} ")
-
-
-@SECTION("the same, each layer trained by a function of the script, and the classes of the greatest goodness")
-def forward_forward(run: Run) -> None:
-    layers = [run.compile(_ForwardLayer(6, 8)), run.compile(_ForwardLayer(8, 8))]
-    optimizers = [torch.optim.Adam(layer.parameters(), lr=0.03) for layer in layers]
-    for _ in range(2):
-        x, y, wrong = _forward_forward_data(run)
-        h_pos, h_neg = _overlay(x, y), _overlay(x, wrong)
-        for layer, optimizer in zip(layers, optimizers, strict=True):
-            for _ in range(2):
-                loss = _goodness_loss(layer(h_pos).pow(2).mean(1), layer(h_neg).pow(2).mean(1))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                run.mean("loss", loss)
-            h_pos, h_neg = layer(h_pos).detach(), layer(h_neg).detach()
-    goodness_per_label = []
-    with torch.no_grad():
-        for label in range(4):
-            h, goodness = _overlay(x, torch.full((len(x),), label)), []
-            for layer in layers:
-                h = layer(h)
-                goodness += [h.pow(2).mean(1)]
-            goodness_per_label += [sum(goodness).unsqueeze(1)]  # type: ignore[union-attr]
-    found = torch.cat(goodness_per_label, 1).argmax(1)
-    run.same("right", total(run, found.eq(y).sum().item()))
-    for number, layer in enumerate(layers):
-        run.state(layer, f"{number} ")

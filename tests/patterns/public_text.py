@@ -74,9 +74,9 @@ def _translate(run: Run, batch_first: bool) -> None:
         return (seen if batch_first else seen.transpose(0, 1)).to(torch.get_default_dtype()) * -1e9
 
     def words(length: int) -> Tensor:
-        found = run.randint(WORDS - 2, BATCH, length) + 2
-        found[run.rank :: 2, -1] = PAD
-        found[:, 0] = 0
+        whole = torch.randint(2, WORDS, (BATCH, length), generator=run.draws)
+        whole[:, 0], whole[::2, -1] = 0, PAD  # as many words in each half of the batch
+        found = run.own(whole)
         return found if batch_first else found.transpose(0, 1).contiguous()
 
     model = run.compile(_Seq2Seq(batch_first), dim=1 - time)
@@ -119,7 +119,13 @@ def language_translation(run: Run) -> None:
 
 
 @SECTION(
-    "the same with `batch_first=True` and `tgt_is_causal=True`: masks as arguments, decoded word by word by methods"
+    "the same with `batch_first=True` and `tgt_is_causal=True`: masks as arguments, decoded word by word by methods",
+    free=(
+        "transformer.encoder.layers.0.self_attn.out_proj",
+        "transformer.decoder.layers.0.self_attn.out_proj",
+        "transformer.decoder.layers.0.multihead_attn.out_proj",
+    ),
+    tolerance=1e-7,  # the biases of keys have gradients of rounding alone, along which Adam takes steps
 )
 def language_translation_batch_first(run: Run) -> None:
     _translate(run, batch_first=True)
