@@ -250,40 +250,54 @@ def quantization_aware_called(run: Run) -> None:
 
 
 class _FakeQuantize(nn.Module):
-    """A moving range in buffers and rounding with straight-through gradients, of plain ops."""
+    """Moving ranges in buffers, of a tensor or its channels, and rounding with straight-through gradients."""
 
     low: Tensor
     high: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.observed = True
-        self.register_buffer("low", torch.zeros(()))
-        self.register_buffer("high", torch.ones(()))
+        self.observed, self.dims = True, tuple(range(len(shape) > 0, 4))
+        self.register_buffer("low", torch.zeros(shape))
+        self.register_buffer("high", torch.ones(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.observed:
             with torch.no_grad():
-                self.low.lerp_(x.amin(), 0.1)
-                self.high.lerp_(x.amax(), 0.1)
+                self.low.lerp_(x.amin(self.dims, keepdim=self.low.dim() > 0), 0.1)
+                self.high.lerp_(x.amax(self.dims, keepdim=self.low.dim() > 0), 0.1)
         scale = (self.high - self.low).clamp(min=1e-5) / 255
         rounded = torch.clamp(torch.round((x - self.low) / scale), 0, 255) * scale + self.low
         return x + (rounded - x).detach()
 
 
+class _QatConv(nn.Conv2d):
+    def __init__(self, inputs: int, outputs: int, size: int) -> None:
+        super().__init__(inputs, outputs, size)
+        self.weight_fake_quant = _FakeQuantize(outputs, 1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.weight_fake_quant(self.weight), self.bias)
+
+
 @SECTION(
-    "QAT by plain ops: ranges in buffers, rounding with straight-through gradients, observers switched off", free=("conv",)
+    "QAT by plain ops: ranges in buffers, rounding with straight-through gradients, observers switched off",
+    refused={"*/shards": "it cannot be sharded"},
+    why="weights whose ranges are observed are not cut; leave their layers whole",
 )
 def quantization_by_hand(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.enter, self.conv, self.between = _FakeQuantize(), nn.Conv2d(1, 4, 3), _FakeQuantize()
-            self.weights, self.fc = _FakeQuantize(), nn.Linear(64, 4)
+            self.enter, self.conv, self.between, self.fc = (
+                _FakeQuantize(),
+                _QatConv(1, 4, 3),
+                _FakeQuantize(),
+                nn.Linear(64, 4),
+            )
 
         def forward(self, x: Tensor) -> Any:
-            x = F.conv2d(self.enter(x), self.weights(self.conv.weight), self.conv.bias)
-            return self.fc(self.between(F.relu(x)).flatten(1))
+            return self.fc(self.between(F.relu(self.conv(self.enter(x)))).flatten(1))
 
     model = run.compile(Net())
     optimizer = sgd(model, 0.05)

@@ -15,7 +15,7 @@ from torch import nn
 
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Block, Grid
+from parplan.layout import Block, Grid, shape_of
 from parplan.lowering.lower import lower
 from parplan.lowering.passes import early_periods
 from parplan.lowering.program import Program
@@ -135,6 +135,7 @@ class Programs:
         self._options = options
         self._dispatch = dispatch_for(options.threads, transport)
         self._held: dict[str, Mapping[int, Block]] = {}
+        self._readers: dict[str, Strategy] = {}  # of the first layer that read each parameter
         self.sharding: Sharding | None = None
         self.sync: BufferSync | None = None
         self.copies: Copies = {}
@@ -154,7 +155,12 @@ class Programs:
 
     def know(self, graph: LayerGraph, plan: Plan) -> Captured:
         """A captured graph, ready to be lowered by `plan`."""
-        strategies = strategies_for(graph, plan)
+        paths = graph.parameters
+        held = {name: self._readers[path] for name, path in paths.items() if path in self._readers}
+        strategies = strategies_for(graph, plan, held)
+        for layer in graph.layers.values():
+            for name in layer.parameters:
+                self._readers.setdefault(paths[name], strategies[layer.name])
         seeded = SeededOps(graph, strategies)
         known = Captured(graph, strategies, plan.scheme, seeded, groups=self.groups(plan))
         if known.groups is not None and known.groups.replicas > 1:
@@ -190,10 +196,10 @@ class Programs:
                 if not known:
                     reason = "was no parameter of its own at the first call (a tie that is broken since?)"
                 else:
-                    reason = f"is held as {known} since the first call, and this call needs {blocks}"
+                    reason = f"is held {_places(known)} since the first call, and this call needs it {_places(blocks)}"
                 raise RuntimeFailure(
-                    f"{name} {reason}; call the model in training mode first, with the inputs it is trained with, or "
-                    "build the model anew, compile it, and load state_dict()"
+                    f"{name} {reason}; call the model in training mode first, with the inputs it is trained with, pin "
+                    "what reads it to the same devices, or build the model anew, compile it, and load state_dict()"
                 )
         if held.items() <= self._held.items():  # for calls with gradients, too
             captured.supposed = None
@@ -268,3 +274,12 @@ class Programs:
             dispatch=self._dispatch if hooks else None,
             hooks=hooks,
         )
+
+
+def _places(blocks: Mapping[int, Block]) -> str:
+    """The devices that hold blocks of a parameter, by the shape of the block, as an error names them."""
+    devices: dict[tuple[int, ...], list[int]] = {}
+    for device, block in blocks.items():
+        devices.setdefault(shape_of(block), []).append(device)
+    told = (f"as {list(shape)} on devices {', '.join(map(str, found))}" for shape, found in devices.items())
+    return " and ".join(told) or "nowhere"
