@@ -203,7 +203,8 @@ def compile(  # the name users know from torch.compile
         scalars: a returned number (a loss) is "whole", the plain model's, or "per_replica", a vector with one entry per
             replica, as DataParallel gives it; under torchrun each process its own number, as DistributedDataParallel.
         inputs: under torchrun, each process brings its "own" samples, or the shards of one replica of the plan's first
-            layer bring the same ones, as a "group" (`parplan.PlanSampler` with `same_within_group`).
+            layer bring the same ones, as a "group" (`parplan.PlanSampler` with `same_within_group`). "same": inputs
+            hold no samples (a whole graph, one state) and all processes bring the same ones.
         dim: the dimension of input tensors along which samples lie.
         rules, scheme, precision, optimizer, time_limit_s, tolerance: as for `analyze`.
         threads: True gives each logical device of this process a thread that runs its work, so that CPU devices compute

@@ -67,7 +67,8 @@ class Compiled(Wrapped):
             one entry per replica, each of the replica's own samples, as `nn.DataParallel` gives it (under torchrun
             each process its own number).
         inputs: under torchrun, every process brings its "own" samples; or the shards of one replica of the plan's
-            first layer bring the same ones as a "group", which then need not be gathered, and get the same results.
+            first layer bring the same ones as a "group", which then need not be gathered, and get the same results;
+            or no dimension holds samples and all processes bring the "same" inputs.
         dropout: False switches dropout off, for comparisons.
         threads: True gives every logical device of this process a thread of its own that runs its work; a function of
             the device's number is called first in each of them. False: the caller's thread runs all devices in turn.
@@ -100,11 +101,13 @@ class Compiled(Wrapped):
         super().__init__(module)
         _one_of("batch_norm", batch_norm, "global", "local")
         _one_of("scalars", scalars, "whole", "per_replica")
-        _one_of("inputs", inputs, "own", "group")
-        if inputs == "group" and scalars == "per_replica":
+        _one_of("inputs", inputs, "own", "group", "same")
+        if inputs != "own" and scalars == "per_replica":
             raise PlanError(
-                'inputs="group" has no number per process to give for scalars="per_replica"; use one of them'
+                f'inputs="{inputs}" has no number per process to give for scalars="per_replica"; use one of them'
             )
+        if inputs == "same" and dim:
+            raise PlanError(f'inputs="same" says that inputs hold no samples, and dim={dim} where they lie; use one')
         self.program: Program | None = None
         self.predict_times: Callable[[LayerGraph, Plan], Expected] | None = None
         self.report: Any = None
@@ -117,10 +120,10 @@ class Compiled(Wrapped):
         }  # fmt: skip
         self._planner = planner
         self._transport = transport_for(devices, group)
-        self._dim = dim
+        self._dim = None if inputs == "same" else dim
         self._output_device = existing(output_device) if output_device is not None else None
         options = Options(
-            dim=dim,
+            dim=self._dim,
             output=logical(self._output_device, self._transport),
             global_statistics=batch_norm == "global",
             per_replica=scalars == "per_replica",
@@ -225,7 +228,7 @@ class Compiled(Wrapped):
         graph, program = captured.graph, executor.program
         found = moments(captured, program.staged, early)
         assert program.staged is not None  # else there are no moments
-        axes = sample_axes(graph, self._dim)
+        axes = sample_axes(graph, call.dim)
         step = StagedStep(
             executor,
             lambda r: self._nested(graph, program, r, call),
