@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,7 +54,37 @@ class Options:
     per_replica: bool = False
     dropout: bool = True
     groups: bool = False
+    same_draws: bool = False
     threads: ThreadsOption = False
+
+    @classmethod
+    def of(cls, batch_norm: str, scalars: str, inputs: str, dim: int, **others: Any) -> Options:
+        """The options that a user's words ask for.
+
+        Raises:
+            PlanError: an unknown word, or two that exclude each other.
+        """
+        _one_of("batch_norm", batch_norm, "global", "local")
+        _one_of("scalars", scalars, "whole", "per_replica")
+        _one_of("inputs", inputs, "own", "group", "same")
+        if inputs != "own" and scalars == "per_replica":
+            raise PlanError(
+                f'inputs="{inputs}" has no number per process to give for scalars="per_replica"; use one of them'
+            )
+        if inputs == "same" and dim:
+            raise PlanError(f'inputs="same" says that inputs hold no samples, and dim={dim} where they lie; use one')
+        return cls(
+            dim=None if inputs == "same" else dim,
+            global_statistics=batch_norm == "global",
+            per_replica=scalars == "per_replica",
+            groups=inputs == "group",
+            **others,
+        )
+
+
+def _one_of(name: str, value: str, *known: str) -> None:
+    if value not in known:
+        raise PlanError(f"{name} is {value!r}; it is {' or '.join(chr(34) + word + chr(34) for word in known)}")
 
 
 @dataclass
@@ -159,7 +190,8 @@ class Programs:
     def know(self, graph: LayerGraph, plan: Plan) -> Captured:
         """A captured graph, ready to be lowered by `plan`."""
         strategies = strategies_for(graph, plan)
-        seeded = SeededOps(graph, strategies)
+        apart = self._transport.processes > 1 and not self._options.same_draws
+        seeded = SeededOps(graph, strategies, self._transport.rank if apart else None)
         known = Captured(graph, strategies, plan.scheme, seeded, groups=self.groups(plan))
         if known.groups is not None and known.groups.replicas > 1:
             check_own_samples(graph)

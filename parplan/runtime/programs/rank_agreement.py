@@ -56,9 +56,10 @@ def exchange_facts(
             another process's inputs.
     """
     own = call.batch if call.batch is not None else 1
-    seed = int(torch.randint(1 << 62, ()).item()) if captured.seeded.any else 0
+    seeded = captured.seeded
+    seed = seeded.local_seed = int(torch.randint(1 << 62, ()).item()) if seeded.any or seeded.apart else 0
     if transport.processes == 1:
-        captured.seeded.seed = seed
+        seeded.seed = seed
         call.check(own)
         return Agreement((own,), (wish,))
     if not captured.exchanges:
@@ -75,7 +76,7 @@ def exchange_facts(
             f"rank {transport.rank}: the model refuses the inputs of rank {', '.join(refusing)}, whose error says why; "
             "the step has not run on any rank"
         )
-    captured.seeded.seed = agreed[0][1]
+    seeded.seed = agreed[0][1]
     sizes = tuple(size for size, *_ in agreed)
     digests: dict[int, set[int]] = defaultdict(set)
     for _, _, signature, reading, *_ in agreed:
