@@ -202,8 +202,8 @@ def compile(  # the name users know from torch.compile
             (per replica, as DataParallel and DistributedDataParallel do).
         scalars: a returned number (a loss) is "whole", the plain model's, or "per_replica", a vector with one entry per
             replica, as DataParallel gives it; under torchrun each process its own number, as DistributedDataParallel.
-        inputs: under torchrun, each process brings its "own" samples; shards of one replica of the first layer the same,
-            as a "group" (`parplan.PlanSampler`); or all the "same" inputs, which hold no samples (a graph, a state).
+        inputs: under torchrun, each process brings its "own" samples; shards of one replica of the first layer the
+            same, as a "group" (`parplan.PlanSampler`); or all the "same", which hold no samples (a graph, a state).
         same_draws: True: processes that were seeded alike drop alike, as under DistributedDataParallel; else apart.
         dim: the dimension of input tensors along which samples lie.
         rules, scheme, precision, optimizer, time_limit_s, tolerance: as for `analyze`.
