@@ -20,6 +20,7 @@ from tests.patterns import (
     programs_generation,
     programs_language,
     programs_loops,
+    programs_same_inputs,
     programs_science,
     programs_sequences,
     programs_signals,
@@ -48,7 +49,7 @@ _SECTIONS = (
     programs_generation.SECTION, programs_vision.SECTION,
     programs_agents.SECTION, programs_loops.SECTION,
     programs_language.SECTION, programs_sequences.SECTION, programs_science.SECTION, programs_signals.SECTION,
-    programs_state.SECTION,
+    programs_state.SECTION, programs_same_inputs.SECTION,
 )  # fmt: skip
 
 PATTERNS: dict[str, Pattern] = {pattern.name: pattern for section in _SECTIONS for pattern in section}

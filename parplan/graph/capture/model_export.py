@@ -271,6 +271,8 @@ def _export(call: ExportRequest, given: Any, equal: EqualBlocks | None) -> Expor
                 )
             if any("torch/distributions/" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
                 reason = "torch.distributions checks values of tensors; pass it validate_args=False"
+            if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__)):
+                reason = _MASK
         where = f"{layer}: " if layer else ""
         text = f"{type(model).__name__} cannot be captured: {where}{reason}\n"
         kind = _UNKNOWN_TYPE.search(str(error))
@@ -327,6 +329,10 @@ def _read_buffer(module: nn.Module, line: str) -> str | None:
 _UNTRACEABLE = (
     "  torch.export must be able to trace the forward; branches on tensor values are the usual cause "
     "(use torch.where, or move them out of the model)"
+)
+_MASK = (
+    "nn.Transformer looks at a mask's values to see whether it is causal; say so in the call, for every mask: "
+    "src_is_causal=False, tgt_is_causal=True (is_causal=... of TransformerEncoder, tgt_is_causal=... of the decoder)"
 )
 # An object among the arguments or the results of which pytree does not know that it holds tensors.
 _UNKNOWN_TYPE = re.compile(r"Found <class '([^']+)'> in output|nsupported input type <class '([^']+)'>")

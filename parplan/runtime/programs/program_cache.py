@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,15 +46,45 @@ KEPT_PROGRAMS = 32
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a compiled model; see `Compiled`."""
+    """Options of a compiled model; see `Compiled`. Without `dim` inputs hold no samples."""
 
-    dim: int = 0
+    dim: int | None = 0
     output: int = 0
     global_statistics: bool = True
     per_replica: bool = False
     dropout: bool = True
     groups: bool = False
+    same_draws: bool = False
     threads: ThreadsOption = False
+
+    @classmethod
+    def of(cls, batch_norm: str, scalars: str, inputs: str, dim: int, **others: Any) -> Options:
+        """The options that a user's words ask for.
+
+        Raises:
+            PlanError: an unknown word, or two that exclude each other.
+        """
+        _one_of("batch_norm", batch_norm, "global", "local")
+        _one_of("scalars", scalars, "whole", "per_replica")
+        _one_of("inputs", inputs, "own", "group", "same")
+        if inputs != "own" and scalars == "per_replica":
+            raise PlanError(
+                f'inputs="{inputs}" has no number per process to give for scalars="per_replica"; use one of them'
+            )
+        if inputs == "same" and dim:
+            raise PlanError(f'inputs="same" says that inputs hold no samples, and dim={dim} where they lie; use one')
+        return cls(
+            dim=None if inputs == "same" else dim,
+            global_statistics=batch_norm == "global",
+            per_replica=scalars == "per_replica",
+            groups=inputs == "group",
+            **others,
+        )
+
+
+def _one_of(name: str, value: str, *known: str) -> None:
+    if value not in known:
+        raise PlanError(f"{name} is {value!r}; it is {' or '.join(chr(34) + word + chr(34) for word in known)}")
 
 
 @dataclass
@@ -64,7 +95,7 @@ class Captured:
         seeded: ops whose random numbers devices draw together.
         supposed: the program of a few samples per process, which says what each holds of the parameters.
         exchanges: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
-        moves: whether values are moved between processes.
+        compares: why inputs without samples have to be the same in all processes; empty where they need not.
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
         checked: for which grad modes it has been compared with the plain module (runtime/self_check/check.py).
         batches: numbers of samples at which another capture was the same graph, where none other says so.
@@ -77,7 +108,7 @@ class Captured:
     supposed: Program | None = None
     exchanges: bool = True
     groups: Grid | None = None
-    moves: bool = False
+    compares: str = ""
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
     checked: set[bool] = field(default_factory=set)
     batches: set[int] = field(default_factory=set)
@@ -92,6 +123,10 @@ class Captured:
         graph = self.graph
         names = (name for name in graph.user_inputs if name is not None and name not in graph.batch_dims)
         return frozenset(name for name in names if graph.consumers(name))
+
+    def splits_gradient(self, name: str, processes: int) -> bool:
+        """Whether processes have parts of the gradient of an input without samples, and not each that of its loss."""
+        return any(self.strategies[layer].replicas != processes for layer in self.graph.consumers(name))
 
     @cached_property
     def nbytes(self) -> GraphBytes:
@@ -161,13 +196,17 @@ class Programs:
         for layer in graph.layers.values():
             for name in layer.parameters:
                 self._readers.setdefault(paths[name], strategies[layer.name])
-        seeded = SeededOps(graph, strategies)
+        apart = self._transport.processes > 1 and not self._options.same_draws
+        seeded = SeededOps(graph, strategies, self._transport.rank if apart else None)
         known = Captured(graph, strategies, plan.scheme, seeded, groups=self.groups(plan))
         if known.groups is not None and known.groups.replicas > 1:
             check_own_samples(graph)
         known.supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes, self._options)
-        known.moves = bool(known.supposed.transfers)
-        known.exchanges = known.moves or seeded.any or known.groups is not None
+        if self._options.dim is None:
+            known.compares = 'inputs="same" says that all bring the same'
+        elif known.supposed.transfers:
+            known.compares = "this plan moves values between them, so that each would meet another one's"
+        known.exchanges = bool(known.compares) or seeded.any or known.groups is not None
         return known
 
     def hold(self, captured: Captured) -> None:

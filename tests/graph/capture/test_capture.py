@@ -97,9 +97,12 @@ def test_large_inputs_take_no_memory() -> None:
         ([torch.tensor(1.0), rand(5)], 0, 5),
         ([torch.tensor(1.0)], 0, None),
         ([], 0, None),
+        ([rand(4, 2)], None, None),
     ],
 )
-def test_the_batch_is_that_of_the_first_tensor_that_has_one(leaves: list[Any], dim: int, batch: int | None) -> None:
+def test_the_batch_is_that_of_the_first_tensor_that_has_one(
+    leaves: list[Any], dim: int | None, batch: int | None
+) -> None:
     assert batch_of(leaves, dim) == batch
 
 
@@ -120,6 +123,18 @@ def test_a_model_without_a_batch() -> None:
     graph = capture(nn.Softplus(), (torch.tensor(1.0),))
     assert graph.batch is None
     assert [layer.batch for layer in graph.layers.values()] == [None]
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_sparse_tensor_is_refused_with_what_to_bring(layout: str) -> None:
+    sparse = getattr(torch.eye(6), layout)()
+    with pytest.raises(CaptureError, match=r"input 0, of shape \[6, 6\], is no dense tensor .*make it dense"):
+        capture(nn.Linear(6, 2), (sparse,))
+    model = nn.Linear(6, 2)
+    model.register_buffer("adjacency", sparse)
+    with pytest.raises(CaptureError, match=r"^adjacency, of shape"):
+        capture(model, (torch.ones(6, 6),))
 
 
 def test_a_tensor_that_has_the_batch_size_by_chance_is_shared() -> None:
@@ -285,9 +300,19 @@ class WrongShape(nn.Module):
         return self.fc(x)
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.encoder(x.unsqueeze(-1).expand(-1, -1, 4), x @ x.mT)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (Masked, r"encoder: nn\.Transformer looks at a mask's values to see whether it is causal; say so in the call"),
         (Branches, r"Branches cannot be captured: .*data-dependent(.|\n)*test_capture\.py:\d+: if x\.sum\(\) > 0"),
         (Branches, r"torch\.where"),
         pytest.param(
