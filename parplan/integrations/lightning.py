@@ -94,8 +94,10 @@ class ParplanStrategy(lightning.strategies.DDPStrategy):  # type: ignore[misc]
                     f"{name} is trained outside of the part that parplan plans, and its gradient would stay each "
                     "process's own; define forward() over all parts, or freeze it"
                 )
+        compiled.program = None  # until it is called
         result = super().training_step(*args, **kwargs)
-        if compiled.program is None:
+        skipped = result is None and self.lightning_module.automatic_optimization
+        if compiled.program is None and not skipped:
             raise RuntimeFailure(
                 "training_step never called the part that parplan plans (the module's forward, or the part= of the "
                 'strategy), whose gradients would stay each process\'s own; call self(...), or name a part="..."'
