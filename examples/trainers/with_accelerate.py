@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,26 +23,31 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import parplan
+from parplan.integrations.accelerate import adopt
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ddp", action="store_true", help="without parplan")
+    parser.add_argument("--bf16", action="store_true", help="under autocast")
     parser.add_argument("--pins", nargs="*", help="what of the plan is decided by hand; default: nothing")
     parser.add_argument("--out", type=Path, help="a file for the losses, and one beside it for the weights")
     options = parser.parse_args()
 
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2, mixed_precision="bf16" if options.bf16 else "no"
+    )
+    dtype = torch.float32 if options.bf16 else torch.float64
     torch.manual_seed(0)
-    features, labels = torch.randn(96, 12, dtype=torch.float64), torch.randint(0, 4, (96,))
+    features, labels = torch.randn(96, 12, dtype=dtype), torch.randint(0, 4, (96,))
     train = DataLoader(TensorDataset(features[:64], labels[:64]), batch_size=8, shuffle=True)
     test = DataLoader(TensorDataset(features[64:], labels[64:]), batch_size=8)
     model: nn.Module = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4))
-    model = model.double()
+    model = model.to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
     if not options.ddp:
-        model = parplan.compile(model, pins=options.pins)  # the one line
+        model = adopt(accelerator, parplan.compile(model, pins=options.pins))  # the one line
     model, optimizer, train, test, scheduler = accelerator.prepare(model, optimizer, train, test, scheduler)
 
     def epoch() -> list[float]:
@@ -68,7 +74,7 @@ def main() -> None:
         return torch.cat(right).double().mean().item()
 
     folder = accelerator.gather_for_metrics([tempfile.mkdtemp()], use_gather_object=True)[0]
-    found = {"losses": epoch(), "accuracy": accuracy()}
+    found: dict[str, Any] = {"losses": epoch(), "accuracy": accuracy()}
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     torch.manual_seed(1)
@@ -78,11 +84,15 @@ def main() -> None:
     found["resumed"] = epoch()
     found["final accuracy"] = accuracy()
     weights = accelerator.get_state_dict(model)
+    if not options.ddp:
+        found["shards"] = max(strategy.shards for strategy in model.plan.layers.values())
     if accelerator.is_main_process:
         print(json.dumps(found))
     if options.out is not None:
         accelerator.save(weights, options.out.with_suffix(".pt"))
-        accelerator.save(found, options.out)
+        if accelerator.is_main_process:
+            options.out.write_text(json.dumps(found))
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,7 @@ def main() -> None:
 
     first = trainer()
     first.train()
-    found = {"losses": [entry["loss"] for entry in first.state.log_history if "loss" in entry]}
+    found: dict[str, Any] = {"losses": [entry["loss"] for entry in first.state.log_history if "loss" in entry]}
     found["norms"] = [entry["grad_norm"] for entry in first.state.log_history if "grad_norm" in entry]
     found["evaluated"] = [entry["eval_loss"] for entry in first.state.log_history if "eval_loss" in entry]
     model = first.model
@@ -86,6 +87,8 @@ def main() -> None:
     found["resumed"] = [entry["loss"] for entry in second.state.log_history if "loss" in entry]
     found["evaluated"].append(second.evaluate()["eval_loss"])
     second.save_model(f"{folder[0]}/final")
+    if not options.ddp:
+        found["shards"] = max(strategy.shards for strategy in second.model.plan.layers.values())
     if arguments.process_index == 0:
         print(json.dumps(found))
         if options.out is not None:

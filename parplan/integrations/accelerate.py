@@ -1,6 +1,7 @@
-"""Accelerate's `prepare` for objects with compiled models among them, which run under its autocast and stay unwrapped.
+"""Accelerate's treatment of a model that is compiled: its autocast, and no wrapper around it.
 
-    model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+    model = adopt(accelerator, parplan.compile(model))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 Without mixed precision `accelerator.prepare` leaves a compiled model as it is by itself (runtime/module/wrapper.py).
 """
@@ -15,26 +16,15 @@ from parplan.runtime.module.compiled import Compiled
 
 library("accelerate", "accelerate")
 
-__all__ = ["adopt", "prepare"]
+__all__ = ["adopt"]
 
 
-def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
-    """`accelerator.prepare(*objects, **options)`, with compiled models among the objects.
-
-    Raises:
-        RuntimeFailure: the accelerator has a plugin that splits models itself, fp8, or torch.compile.
-    """
-    for one in objects:
-        if isinstance(one, Compiled):
-            adopt(accelerator, one)
-    return accelerator.prepare(*objects, **options)
-
-
-def adopt(accelerator: Any, model: Compiled) -> None:
-    """Give a compiled model the accelerator's autocast, and have it left as it is from then on.
+def adopt(accelerator: Any, model: Compiled) -> Compiled:
+    """The model, under the accelerator's autocast; `accelerator.prepare` leaves it as it is from then on.
 
     Raises:
-        RuntimeFailure: the accelerator has a plugin that splits models itself, fp8, or torch.compile.
+        RuntimeFailure: the accelerator has a plugin that splits models itself, fp8, or torch.compile; or the model was
+            compiled before the accelerator joined several processes.
     """
     state = accelerator.state
     kind, backend = state.distributed_type.name, state.dynamo_plugin.backend.name
@@ -54,3 +44,4 @@ def adopt(accelerator: Any, model: Compiled) -> None:
     # What accelerate calls evaluation is all that it does to a training model but wrap it.
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     model._is_accelerate_prepared = True
+    return model

@@ -29,6 +29,9 @@ class ParplanStrategy(lightning.strategies.DDPStrategy):  # type: ignore[misc]
         part: the name of the child that is planned; default: see above. One that is compiled already stays.
         options: of `parplan.compile`; those of DDPStrategy that concern processes (`timeout`) go there.
 
+    Attributes:
+        compiled: the compiled model, since setup.
+
     Raises:
         RuntimeFailure: (in `fit`) it is not told which part to plan, or parameters are trained outside of it.
     """
@@ -37,7 +40,7 @@ class ParplanStrategy(lightning.strategies.DDPStrategy):  # type: ignore[misc]
         ours = ("process_group_backend", "timeout", "start_method", "cluster_environment", "checkpoint_io")
         super().__init__(**{name: options.pop(name) for name in ours if name in options})
         self._part, self._options = part, options
-        self._compiled: Compiled | None = None
+        self.compiled: Compiled | None = None
         self._owner: nn.Module | None = None
 
     def setup(self, trainer: Any) -> None:
@@ -48,7 +51,7 @@ class ParplanStrategy(lightning.strategies.DDPStrategy):  # type: ignore[misc]
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self._owner is not model:
-            self._owner, self._compiled = model, self._planned(model)
+            self._owner, self.compiled = model, self._planned(model)
         return model
 
     def _planned(self, model: nn.Module) -> Compiled:
@@ -85,7 +88,7 @@ class ParplanStrategy(lightning.strategies.DDPStrategy):  # type: ignore[misc]
         Raises:
             RuntimeFailure: it did not call the part that is planned, or parameters outside of it are trained.
         """
-        compiled = self._compiled
+        compiled = self.compiled
         assert compiled is not None  # since setup
         inside = {id(parameter) for parameter in compiled.parameters()}
         for name, parameter in self.lightning_module.named_parameters():
@@ -106,12 +109,12 @@ class ParplanStrategy(lightning.strategies.DDPStrategy):  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors under the plain module's names; every process gathers them."""
-        compiled = self._compiled
+        compiled = self.compiled
         whole = compiled is not None and "forward" in vars(self.lightning_module)
         found: dict[str, Any] = (compiled if whole else self.lightning_module).state_dict()
         return found
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load a plain module's state; each process keeps its blocks."""
-        whole = self._compiled is not None and "forward" in vars(self.lightning_module)
-        (self._compiled if whole else self.lightning_module).load_state_dict(checkpoint["state_dict"], strict=strict)
+        whole = self.compiled is not None and "forward" in vars(self.lightning_module)
+        (self.compiled if whole else self.lightning_module).load_state_dict(checkpoint["state_dict"], strict=strict)

@@ -62,11 +62,16 @@ class TrainerMixin:
         """Every process gathers the weights, and one writes them as the plain model's."""
         compiled = self.model
         state = compiled.state_dict() if state_dict is None else state_dict
+        config = vars(compiled.module).get("config")
+        before = dict(vars(config)) if config is not None else {}
         self.model = compiled.module
         try:
             super()._save(output_dir, state)  # type: ignore[misc]
         finally:
             self.model = compiled
+            if config is not None:  # one process has written to it what it saved: the next forward would differ
+                vars(config).clear()
+                vars(config).update(before)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Every process gathers the optimizer's state, and one writes it."""

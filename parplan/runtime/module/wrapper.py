@@ -243,8 +243,8 @@ def _refuse_wrapper(parent: nn.Module, name: str, part: nn.Module | None) -> Non
     """Refuse a wrapper of torch's around a compiled model, before it has done anything."""
     if isinstance(part, Wrapped) and (wrapper := parallel_wrapper(parent)):
         raise RuntimeFailure(
-            f"a compiled model is wrapped in {wrapper}, which parplan replaces: use the compiled model itself (with "
-            "accelerate, parplan.integrations.accelerate.prepare leaves it as it is)"
+            f"a compiled model is wrapped in {wrapper}, which parplan replaces: use the compiled model itself; for "
+            "accelerate, adopt it first (parplan.integrations.accelerate.adopt)"
         )
 
 
