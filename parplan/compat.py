@@ -35,9 +35,10 @@ from torch.utils.hooks import BackwardHook
 
 __all__ = [
     "HOOK_FIELDS", "BackwardHook", "FakeTensor", "bent_sizes", "conversion_of", "expression_of", "guards_of",
-    "hooks_of_all_modules", "in_functional_transform", "intercepted_functions", "intercepted_modules",
-    "is_composite", "lazy_code", "memory_of", "mended_export", "overload_name", "own_buffer_assignments",
-    "parallel_wrapper", "pytree", "schema_of", "symbolic_sizes", "traced_node", "unrecorded", "value_of", "warn_if_newer", "without_modes",
+    "hooks_of_all_modules", "in_functional_transform", "intercepted_functions", "intercepted_modules", "is_composite",
+    "lazy_code", "memory_of", "mended_export", "overload_name", "own_buffer_assignments", "parallel_wrapper",
+    "pytree", "schema_of", "symbolic_sizes", "traced_node", "unrecorded", "value_of", "warn_if_newer",
+    "without_modes",
 ]  # fmt: skip
 
 NEWEST = (2, 15)

@@ -35,14 +35,16 @@ def main() -> None:
     options = parser.parse_args()
 
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2, mixed_precision="bf16" if options.bf16 else "no"
+        cpu=not torch.cuda.is_available(),
+        gradient_accumulation_steps=2,
+        mixed_precision="bf16" if options.bf16 else "no",
     )
     dtype = torch.float32 if options.bf16 else torch.float64
     torch.manual_seed(0)
     features, labels = torch.randn(96, 12, dtype=dtype), torch.randint(0, 4, (96,))
     train = DataLoader(TensorDataset(features[:64], labels[:64]), batch_size=8, shuffle=True)
     test = DataLoader(TensorDataset(features[64:], labels[64:]), batch_size=8)
-    model: nn.Module = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4))
+    model: Any = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4))
     model = model.to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)

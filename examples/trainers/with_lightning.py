@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from parplan.integrations.lightning import ParplanStrategy
 
 
-class Classifier(pl.LightningModule):
+class Classifier(pl.LightningModule):  # type: ignore[misc]
     """Two layers, with the methods that Lightning calls."""
 
     def __init__(self) -> None:
@@ -84,15 +84,21 @@ def main() -> None:
     again = Classifier()
     second = trainer(epochs=3)
     second.fit(again, train, test, ckpt_path=checkpoint)
-    found: dict[str, Any] = {**model.found, "resumed": again.found["losses"], "validated again": again.found["validated"]}
+    found: dict[str, Any] = {
+        **model.found,
+        "resumed": again.found["losses"],
+        "validated again": again.found["validated"],
+    }
     found["tested"] = [entry["validation"] for entry in second.validate(again, test, verbose=False)]
-    if isinstance(first.strategy, ParplanStrategy):
+    if not options.ddp:
         found["shards"] = max(strategy.shards for strategy in first.strategy.compiled.plan.layers.values())
     second.save_checkpoint(f"{folder}/final.ckpt")
     if second.is_global_zero:
         print(json.dumps(found))
         if options.out is not None:
-            torch.save(torch.load(f"{folder}/final.ckpt", weights_only=False)["state_dict"], options.out.with_suffix(".pt"))
+            torch.save(
+                torch.load(f"{folder}/final.ckpt", weights_only=False)["state_dict"], options.out.with_suffix(".pt")
+            )
             options.out.write_text(json.dumps(found))
     if dist.is_initialized():
         dist.barrier()

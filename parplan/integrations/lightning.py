@@ -18,11 +18,12 @@ from parplan.integrations import library
 from parplan.runtime.module.compiled import Compiled
 
 lightning = library("lightning.pytorch", "lightning")
+Base: Any = lightning.strategies.DDPStrategy
 
 __all__ = ["ParplanStrategy"]
 
 
-class ParplanStrategy(lightning.strategies.DDPStrategy):  # type: ignore[misc]
+class ParplanStrategy(Base):  # type: ignore[misc]
     """Lightning's processes, samplers and checkpoints, with a compiled model in place of DistributedDataParallel.
 
     Args:
@@ -47,7 +48,7 @@ class ParplanStrategy(lightning.strategies.DDPStrategy):  # type: ignore[misc]
         """Compile on the module's device, before optimizers are made."""
         if self._layer_sync is not None and self._options.get("batch_norm", "global") != "global":
             raise RuntimeFailure('sync_batchnorm=True and batch_norm="local" contradict each other; take one out')
-        super(lightning.strategies.DDPStrategy, self).setup(trainer)
+        super(Base, self).setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self._owner is not model:
@@ -88,8 +89,7 @@ class ParplanStrategy(lightning.strategies.DDPStrategy):  # type: ignore[misc]
         Raises:
             RuntimeFailure: it did not call the part that is planned, or parameters outside of it are trained.
         """
-        compiled = self.compiled
-        assert compiled is not None  # since setup
+        compiled: Any = self.compiled
         inside = {id(parameter) for parameter in compiled.parameters()}
         for name, parameter in self.lightning_module.named_parameters():
             if parameter.requires_grad and id(parameter) not in inside:
@@ -107,14 +107,16 @@ class ParplanStrategy(lightning.strategies.DDPStrategy):  # type: ignore[misc]
             )
         return result
 
+    @property
+    def _whole(self) -> Any:
+        """The module that gives and takes the state: the compiled one, where that is all of the module."""
+        return self.compiled if "forward" in vars(self.lightning_module) else self.lightning_module
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors under the plain module's names; every process gathers them."""
-        compiled = self.compiled
-        whole = compiled is not None and "forward" in vars(self.lightning_module)
-        found: dict[str, Any] = (compiled if whole else self.lightning_module).state_dict()
+        found: dict[str, Any] = self._whole.state_dict()
         return found
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load a plain module's state; each process keeps its blocks."""
-        whole = self.compiled is not None and "forward" in vars(self.lightning_module)
-        (self.compiled if whole else self.lightning_module).load_state_dict(checkpoint["state_dict"], strict=strict)
+        self._whole.load_state_dict(checkpoint["state_dict"], strict=strict)

@@ -19,6 +19,7 @@ from parplan.integrations.accelerate import adopt
 from parplan.runtime.module.compiled import Compiled
 
 transformers = library("transformers", "zoo")
+Base: Any = transformers.Trainer
 
 __all__ = ["Trainer", "TrainerMixin"]
 
@@ -93,5 +94,5 @@ class _Gathered:
         return self._state
 
 
-class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
+class Trainer(TrainerMixin, Base):  # type: ignore[misc]
     """transformers' Trainer, for a model that runs by a plan."""

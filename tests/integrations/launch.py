@@ -61,5 +61,6 @@ def launch(example: str, folder: Path, *arguments: str, processes: int = 2) -> F
             process.kill()
             process.wait()
     logs = "\n".join((folder / f"{rank}.log").read_text()[-4000:] for rank in range(processes))
-    assert "Traceback" not in logs and out.exists(), logs
+    assert "Traceback" not in logs, logs
+    assert out.exists(), logs
     return Found(json.loads(out.read_text()), torch.load(out.with_suffix(".pt"), weights_only=True))

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Wrapped"]
 
+_REPLACED = (
+    "a compiled model is wrapped in {wrapper}, which parplan replaces: use the compiled model itself; for accelerate, "
+    "adopt it first (parplan.integrations.accelerate.adopt)"
+)
+
 
 class Wrapped(nn.Module):
     """The interface that a compiled model has in common with the module that it runs.
@@ -191,6 +196,8 @@ class Wrapped(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what is this one's own here, and anything else on the module, where `__getattr__` reads it."""
+        if name == "__class__":  # what fully_shard ends with
+            raise RuntimeFailure(_REPLACED.format(wrapper=value.__name__))
         own = "_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
         if own:
             super().__setattr__(name, value)
@@ -242,10 +249,7 @@ class Wrapped(nn.Module):
 def _refuse_wrapper(parent: nn.Module, name: str, part: nn.Module | None) -> None:
     """Refuse a wrapper of torch's around a compiled model, before it has done anything."""
     if isinstance(part, Wrapped) and (wrapper := parallel_wrapper(parent)):
-        raise RuntimeFailure(
-            f"a compiled model is wrapped in {wrapper}, which parplan replaces: use the compiled model itself; for "
-            "accelerate, adopt it first (parplan.integrations.accelerate.adopt)"
-        )
+        raise RuntimeFailure(_REPLACED.format(wrapper=wrapper))
 
 
 register_module_module_registration_hook(_refuse_wrapper)
