@@ -340,10 +340,16 @@ def _with_loss(
     """
     from torch import nn
 
+    from parplan.compat import parallel_wrapper
     from parplan.graph.user_code.with_loss import with_loss
 
     if not isinstance(model, nn.Module):
         raise ModelError(f"{type(model).__name__} is no model; give a torch.nn.Module, such as MyNet()")
+    for path, part in model.named_modules():
+        if wrapper := parallel_wrapper(part):
+            raise ModelError(
+                f"{path or 'the model'} is wrapped in {wrapper}, which parplan replaces; give the plain model"
+            )
     _check_modes(model)
     if loss is None and targets is not None:
         raise ModelError("targets are given without a loss; give loss=, a function of results and targets")
