@@ -38,9 +38,9 @@ from tests.patterns import (
 )  # fmt: skip
 from tests.patterns.pattern import Pattern
 
-__all__ = ["PATTERNS", "launched", "run_cell"]
+__all__ = ["PATTERNS", "SECTIONS", "launched", "run_cell"]
 
-_SECTIONS = (
+SECTIONS = (
     public_language.SECTION, public_text.SECTION, public_vision.SECTION,
     public_generation.SECTION, public_diffusion.SECTION,
     public_science.SECTION, public_graphs.SECTION, public_schemes.SECTION,
@@ -52,7 +52,7 @@ _SECTIONS = (
     programs_state.SECTION, programs_same_inputs.SECTION,
 )  # fmt: skip
 
-PATTERNS: dict[str, Pattern] = {pattern.name: pattern for section in _SECTIONS for pattern in section}
+PATTERNS: dict[str, Pattern] = {pattern.name: pattern for section in SECTIONS for pattern in section}
 
 
 def launched(workers: Workers, name: str, cell: str, dtype: torch.dtype = torch.float64) -> Outcome:

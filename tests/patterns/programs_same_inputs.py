@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical
 from torch.nn import functional as F
 
 from benchmarks.training import Run
@@ -16,105 +15,6 @@ from tests.patterns.pattern import Section
 SECTION = Section("Programs: inputs that are not samples")
 
 WORDS = 12
-
-
-def _graph(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One graph of 12 nodes: features, a normalised adjacency, its edges and the nodes' classes, alike on all ranks."""
-    edges = torch.randint(12, (2, 30), generator=run.draws)
-    adjacency = torch.eye(12).index_put((edges[0], edges[1]), torch.ones(()))
-    features = torch.randn(12, 6, generator=run.draws)
-    return features, adjacency / adjacency.sum(1, keepdim=True), edges, torch.randint(4, (12,), generator=run.draws)
-
-
-def _train_on_graph(run: Run, model: Any, given: tuple[Tensor, ...], classes: Tensor) -> None:
-    """Some nodes are trained on; the rest is looked at in evaluation."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
-    for _ in range(3):
-        model.train()
-        optimizer.zero_grad()
-        loss = F.nll_loss(model(*given)[:8], classes[:8])
-        loss.backward()
-        optimizer.step()
-        run.same("loss", loss)
-    model.eval()
-    with torch.no_grad():
-        run.same("scores", model(*given))
-    run.state(model)
-
-
-class _Convolution(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(nn.init.xavier_normal_(torch.empty(inputs, outputs)))
-
-    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-        return torch.spmm(adjacency, torch.mm(x, self.kernel))
-
-
-class _Gcn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.drop = _Convolution(6, 16), _Convolution(16, 4), nn.Dropout(0.0)
-
-    def forward(self, x: Tensor, adjacency: Tensor) -> Any:
-        x = self.drop(F.relu(self.first(x, adjacency)))
-        return F.log_softmax(self.second(x, adjacency), dim=1)
-
-
-@SECTION('GCN on one graph, every rank brings the same: `compile(inputs="same")`, a dense adjacency')
-def gcn(run: Run) -> None:
-    features, adjacency, _, classes = _graph(run)
-    _train_on_graph(run, run.compile(_Gcn(), inputs="same"), (features, adjacency), classes)
-
-
-@SECTION(
-    "the same, every rank's graph taken as samples of its own (no `inputs=`)",
-    refused={"ranks/*": 'compile with inputs="same"'},
-    why='a graph is no batch of samples: `inputs="same"`',
-)
-def gcn_of_own_samples(run: Run) -> None:
-    features, adjacency, _, classes = _graph(run)
-    _train_on_graph(run, run.compile(_Gcn()), (features, adjacency), classes)
-
-
-@SECTION(
-    "the same with a sparse adjacency (`to_sparse()`)",
-    refused={"*": "make it dense (to_dense())"},
-    why="devices are sent parts of dense tensors: bring it dense, or its edges",
-)
-def gcn_of_sparse(run: Run) -> None:
-    features, adjacency, _, classes = _graph(run)
-    _train_on_graph(run, run.compile(_Gcn(), inputs="same"), (features, adjacency.to_sparse()), classes)
-
-
-@SECTION('GAT on one graph, `inputs="same"`: scores of all pairs of nodes, masked by a dense adjacency')
-def gat(run: Run) -> None:
-    class Attention(nn.Module):
-        def __init__(self, inputs: int, hidden: int, heads: int) -> None:
-            super().__init__()
-            self.heads, self.hidden = heads, hidden
-            self.w = nn.Parameter(nn.init.xavier_normal_(torch.empty(inputs, hidden * heads)))
-            self.a = nn.Parameter(nn.init.xavier_normal_(torch.empty(heads, 2 * hidden, 1)))
-
-        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-            n = x.shape[0]
-            h = torch.mm(x, self.w).view(n, self.heads, self.hidden).permute(1, 0, 2)
-            scores = h @ self.a[:, : self.hidden] + (h @ self.a[:, self.hidden :]).mT
-            scores = F.leaky_relu(scores, 0.2)
-            scores = torch.where(adjacency > 0, scores, -9e16 * torch.ones_like(scores))
-            seen = F.softmax(scores, dim=-1) @ h
-            return seen.permute(1, 0, 2).contiguous().view(n, self.heads * self.hidden)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Attention(6, 8, 2), Attention(16, 4, 1)
-
-        def forward(self, x: Tensor, adjacency: Tensor) -> Any:
-            return F.log_softmax(self.second(F.elu(self.first(x, adjacency)), adjacency), dim=1)
-
-    features, adjacency, _, classes = _graph(run)
-    _train_on_graph(run, run.compile(Net(), inputs="same"), (features, adjacency), classes)
 
 
 class _Sage(nn.Module):
@@ -127,87 +27,6 @@ class _Sage(nn.Module):
         total = x.new_zeros(x.shape).scatter_add_(0, target.unsqueeze(-1).expand(-1, x.size(1)), x[source])
         count = x.new_zeros(x.size(0)).index_add_(0, target, x.new_ones(target.size(0)))
         return self.near(total / count.clamp(min=1).unsqueeze(-1)) + self.own(x)
-
-
-class _ByEdges(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = _Sage(6, 16), _Sage(16, 4)
-
-    def forward(self, x: Tensor, edges: Tensor) -> Any:
-        return F.log_softmax(self.second(self.first(x, edges).relu(), edges), dim=1)
-
-
-@SECTION(
-    'SAGE on one graph, `inputs="same"`: neighbours summed along edges (`scatter_add_`, `index_add_`)',
-    refused={"*/replicas": "as of inputs without samples", "*/mixed": "as of inputs without samples"},
-    why="inputs without samples have no replicas",
-)
-def sage(run: Run) -> None:
-    features, _, edges, classes = _graph(run)
-    _train_on_graph(run, run.compile(_ByEdges(), inputs="same"), (features, edges), classes)
-
-
-@SECTION(
-    "the same, every rank's graph taken as samples of its own (no `inputs=`)",
-    refused={
-        "ranks/*": 'compile with inputs="same"',
-        "one/replicas": "its samples depend on each other",
-        "one/mixed": "its samples depend on each other",
-    },
-    why='edges point at nodes of one graph: `inputs="same"`',
-)
-def sage_of_own_samples(run: Run) -> None:
-    features, _, edges, classes = _graph(run)
-    _train_on_graph(run, run.compile(_ByEdges()), (features, edges), classes)
-
-
-def _act(run: Run, **options: Any) -> None:
-    class Policy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.affine, self.action, self.value = nn.Linear(4, 16), nn.Linear(16, 2), nn.Linear(16, 1)
-
-        def forward(self, x: Tensor) -> Any:
-            x = F.relu(self.affine(x))
-            return F.softmax(self.action(x), dim=-1), self.value(x)
-
-    model = run.compile(Policy(), **options)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
-    for _ in range(2):
-        terms = []
-        for reward in range(3):
-            chances, value = model(torch.randn(4, generator=run.draws))
-            chosen = Categorical(chances).log_prob(chances.argmax())
-            terms.append(F.smooth_l1_loss(value, torch.full((1,), float(reward))) - chosen * (reward - value.item()))
-        optimizer.zero_grad()
-        loss = torch.stack(terms).sum()
-        loss.backward()
-        optimizer.step()
-        run.same("loss", loss)
-    run.state(model)
-
-
-@SECTION(
-    'actor-critic: one state of shape `[4]` at a time, `inputs="same"`',
-    refused={"*/replicas": "as of inputs without samples", "*/mixed": "as of inputs without samples"},
-    why="inputs without samples have no replicas",
-)
-def actor_critic(run: Run) -> None:
-    _act(run, inputs="same")
-
-
-@SECTION(
-    "the same, the state taken as 4 samples (no `inputs=`)",
-    refused={
-        "ranks/*": 'compile with inputs="same"',
-        "one/replicas": "its samples depend on each other",
-        "one/mixed": "its samples depend on each other",
-    },
-    why='one state is no batch: `inputs="same"`, or `state.unsqueeze(0)`',
-)
-def actor_critic_of_samples(run: Run) -> None:
-    _act(run)
 
 
 class _Translator(nn.Module):

@@ -74,16 +74,30 @@ def _adjacency(edges: Tensor) -> Tensor:
     return scale[:, None] * dense * scale[None, :]
 
 
-@SECTION("pytorch/examples `gcn`: a whole graph, its adjacency a sparse tensor")
+@SECTION(
+    "pytorch/examples `gcn`: a whole graph, its adjacency a sparse tensor",
+    refused={"*": "make it dense (to_dense())"},
+    why="devices are sent parts of dense tensors; make the adjacency dense",
+)
 def gcn(run: Run) -> None:
     features, edges, labels = _graph(run)
     _whole_graph(run, run.compile(_Gcn()), (features, _adjacency(edges).to_sparse()), labels)
 
 
-@SECTION("the same, its adjacency a dense tensor")
+@SECTION(
+    "the same, its adjacency a dense tensor",
+    refused={"ranks/*": 'compile with inputs="same"'},
+    why='a graph is no batch of samples, of which each process has its own; compile with `inputs="same"`',
+)
 def gcn_dense(run: Run) -> None:
     features, edges, labels = _graph(run)
     _whole_graph(run, run.compile(_Gcn()), (features, _adjacency(edges)), labels)
+
+
+@SECTION('the same, compiled with `inputs="same"`: every process brings the graph')
+def gcn_same(run: Run) -> None:
+    features, edges, labels = _graph(run)
+    _whole_graph(run, run.compile(_Gcn(), inputs="same"), (features, _adjacency(edges)), labels)
 
 
 class _GraphAttention(nn.Module):
@@ -107,7 +121,7 @@ class _GraphAttention(nn.Module):
         return mixed.permute(1, 0, 2).contiguous().view(n, self.n_heads * self.n_hidden)
 
 
-@SECTION("pytorch/examples `gat`: attention over a whole graph's dense adjacency")
+@SECTION('pytorch/examples `gat`: attention over a whole graph\'s dense adjacency, `inputs="same"`')
 def gat(run: Run) -> None:
     class Gat(nn.Module):
         def __init__(self) -> None:
@@ -118,7 +132,7 @@ def gat(run: Run) -> None:
             return F.log_softmax(self.gat2(F.elu(self.gat1(x, adjacency)), adjacency), dim=1)
 
     features, edges, labels = _graph(run)
-    _whole_graph(run, run.compile(Gat()), (features, _adjacency(edges)), labels)
+    _whole_graph(run, run.compile(Gat(), inputs="same"), (features, _adjacency(edges)), labels)
 
 
 class _GcnConv(nn.Module):
@@ -139,7 +153,11 @@ class _GcnConv(nn.Module):
         return torch.zeros_like(x).index_add(0, col, messages) + self.bias
 
 
-@SECTION("PyG `gcn`: a whole graph's `edge_index`, messages by `index_select` and `index_add`")
+@SECTION(
+    'PyG `gcn`: a whole graph\'s `edge_index`, messages by `index_select` and `index_add`, `inputs="same"`',
+    refused={"*/replicas": "as of inputs without samples", "*/mixed": "as of inputs without samples"},
+    why="inputs without samples have no replicas",
+)
 def pyg_gcn(run: Run) -> None:
     class Gcn(nn.Module):
         def __init__(self) -> None:
@@ -151,7 +169,7 @@ def pyg_gcn(run: Run) -> None:
             return F.log_softmax(self.conv2(x, edge_index), dim=1)
 
     features, edges, labels = _graph(run)
-    _whole_graph(run, run.compile(Gcn()), (features, edges), labels)
+    _whole_graph(run, run.compile(Gcn(), inputs="same"), (features, edges), labels)
 
 
 class _SageConv(nn.Module):
@@ -168,7 +186,16 @@ class _SageConv(nn.Module):
         return self.lin_l(summed / count.clamp(min=1).unsqueeze(-1)) + self.lin_r(x)
 
 
-@SECTION("PyG `graph_sage` with a neighbour loader: sub-graphs of other sizes, the first nodes are the batch")
+@SECTION(
+    "PyG `graph_sage` with a neighbour loader: sub-graphs of other sizes, the first nodes are the batch",
+    refused={
+        "one/replicas": "its samples depend on each other",
+        "one/mixed": "its samples depend on each other",
+        "ranks/*": 'compile with inputs="same"',
+    },
+    why="edges count each process's own nodes from 0; load as many neighbours for each node ([B, k, F]), or bring one "
+    'sub-graph to all processes with `inputs="same"`',
+)
 def pyg_sage(run: Run) -> None:
     class Sage(nn.Module):
         def __init__(self) -> None:

@@ -282,8 +282,7 @@ def cleanrl_ppo(run: Run) -> None:
     run.state(agent)
 
 
-@SECTION("pytorch/examples `actor_critic`: one state of shape [4], log probabilities kept on the model by the script")
-def actor_critic(run: Run) -> None:
+def _actor_critic(run: Run, **options: Any) -> None:
     saved = namedtuple("saved", ["log_prob", "value"])
 
     class Policy(nn.Module):
@@ -297,7 +296,7 @@ def actor_critic(run: Run) -> None:
             x = F.relu(self.affine1(x))
             return F.softmax(self.action_head(x), dim=-1), self.value_head(x)
 
-    model = run.compile(Policy())
+    model = run.compile(Policy(), **options)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
     for _ in range(3):
         state = torch.randn(4, generator=run.draws) * 0.3
@@ -327,3 +326,25 @@ def actor_critic(run: Run) -> None:
         del model.saved_actions[:]
         run.same("loss", loss)
     run.state(model)
+
+
+@SECTION(
+    "pytorch/examples `actor_critic`: one state of shape [4], log probabilities kept on the model by the script",
+    refused={
+        "ranks/*": 'compile with inputs="same"',
+        "one/replicas": "its samples depend on each other",
+        "one/mixed": "its samples depend on each other",
+    },
+    why='one state is no batch of samples; compile with `inputs="same"`, or bring states of several environments',
+)
+def actor_critic(run: Run) -> None:
+    _actor_critic(run)
+
+
+@SECTION(
+    'the same, compiled with `inputs="same"`',
+    refused={"*/replicas": "as of inputs without samples", "*/mixed": "as of inputs without samples"},
+    why="inputs without samples have no replicas",
+)
+def actor_critic_same(run: Run) -> None:
+    _actor_critic(run, inputs="same")

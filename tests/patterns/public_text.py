@@ -110,7 +110,7 @@ def _translate(run: Run, batch_first: bool) -> None:
 
 @SECTION(
     "pytorch/examples `language_translation`: `nn.Transformer` of [T, B] words with [B, T] padding masks (`dim=1`)",
-    refused={"*": "a branch is data-dependent"},
+    refused={"*": "src_is_causal=False, tgt_is_causal=True"},
     why="it looks at masks to see whether they are causal, and samples lie along two dimensions; say "
     "`src_is_causal=False, tgt_is_causal=True`, and take `batch_first=True`",
 )

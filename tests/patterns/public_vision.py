@@ -171,7 +171,7 @@ def imagenet(run: Run) -> None:
 
 
 @SECTION("pytorch/examples `siamese_network`: one ResNet called for both images, features joined, BCELoss")
-def siamese(run: Run) -> None:
+def siamese_network(run: Run) -> None:
     class SiameseNetwork(nn.Module):
         def __init__(self) -> None:
             super().__init__()
