@@ -68,7 +68,7 @@ class Recommender(nn.Module):
 
 def _transformers(kind: str, name: str, **sizes: Any) -> nn.Module:
     _declare_torchvision()
-    import transformers  # type: ignore[import-not-found]
+    import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**sizes)

@@ -39,7 +39,7 @@ def names() -> list[str]:
     """Targets of all cases, those of transformers first."""
     _declare_torchvision()
     import timm  # type: ignore[import-not-found]
-    from transformers.models.auto import modeling_auto  # type: ignore[import-not-found]
+    from transformers.models.auto import modeling_auto
 
     kinds = dict.fromkeys(kind for head in HEADS for kind in getattr(modeling_auto, head, {}))
     families: dict[str, str] = {}
@@ -357,7 +357,7 @@ def measured(target: str, verify: bool, cpu_s: int) -> dict[str, Any]:
 def warm_up() -> None:
     """Import everything and plan a layer once, so that the processes of the models need not."""
     import torch
-    import transformers  # type: ignore[import-not-found]
+    import transformers
 
     import parplan
 

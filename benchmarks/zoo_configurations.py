@@ -36,8 +36,8 @@ def small(kind: str) -> Any:
 
     Layers are not dropped at random: a graph has every layer.
     """
-    from transformers import CONFIG_MAPPING  # type: ignore[import-not-found]
-    from transformers.models.auto import modeling_auto  # type: ignore[import-not-found]
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto
 
     config = CONFIG_MAPPING[kind]()
     for part in reversed(configurations(config)):

@@ -20,7 +20,7 @@ GROUPS = ("causal", "seq2seq", "masked", "images", "timm")
 
 def groups(targets: Iterable[str]) -> dict[str, str]:
     """The group of each target: the head that its model has."""
-    from transformers.models.auto import modeling_auto  # type: ignore[import-not-found]
+    from transformers.models.auto import modeling_auto
 
     # The later wins: of two heads a model has the first, but an encoder with a decoder is built as one.
     order = [*reversed(list(zip(HEADS, GROUPS, strict=False))), (HEADS[1], "seq2seq")]

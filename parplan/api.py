@@ -6,6 +6,7 @@ Heavy imports stay inside the functions, so that `import parplan` costs nothing.
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -180,6 +181,7 @@ def compile(  # the name users know from torch.compile
     batch_norm: str = "global",
     scalars: str = "whole",
     inputs: str = "own",
+    same_draws: bool = False,
     dim: int = 0,
     threads: ThreadsOption = False,
     check: str = "first",
@@ -195,10 +197,9 @@ def compile(  # the name users know from torch.compile
     Args:
         example_inputs: a tensor or tuple of positional arguments to plan for now; default: plan at the first call.
         loss: a function of the model's results and targets that becomes part of the plan: a call with `targets=...`
-            returns the loss, one without the model's results.
-        targets: example targets, beside `example_inputs`.
-        devices: where logical device i lives; one physical device may appear several times. Default:
-            under torchrun one device per process, else the GPUs that are here, else the CPU.
+            (examples beside `example_inputs`) returns the loss, one without the model's results.
+        devices: where logical device i lives; one physical device may appear several times. Default: under torchrun one
+            device per process, else the GPUs that are here, else the CPU.
         output_device: where results are gathered (one process); default: where the inputs were.
         plan: run this plan (or file) instead of searching for one; it is verified first.
         pins: as for `analyze`.
@@ -206,12 +207,13 @@ def compile(  # the name users know from torch.compile
             (per replica, as DataParallel and DistributedDataParallel do).
         scalars: a returned number (a loss) is "whole", the plain model's, or "per_replica", a vector with one entry per
             replica, as DataParallel gives it; under torchrun each process its own number, as DistributedDataParallel.
-        inputs: under torchrun, each process brings its "own" samples, or the shards of one replica of the plan's first
-            layer bring the same ones, as a "group" (`parplan.PlanSampler` with `same_within_group`).
+        inputs: under torchrun, each process brings its "own" samples; shards of one replica of the first layer the
+            same, as a "group" (`parplan.PlanSampler`); or all the "same", which hold no samples (a graph, a state).
+        same_draws: True: processes that were seeded alike drop alike, as under DistributedDataParallel; else apart.
         dim: the dimension of input tensors along which samples lie.
         rules, scheme, precision, optimizer, time_limit_s, tolerance: as for `analyze`.
-        threads: True gives each logical device of this process a thread that runs its work, so that CPU devices compute
-            at the same time; a function is called first in each thread, with the device's number.
+        threads: True gives each logical device of this process a thread, so that CPU devices compute at the same time;
+            a function is called first in each thread, with the device's number.
         check: "first" compares each new capture's program with the plain module before its first step, on some samples;
             "always" does so at every call, which takes three times as long; "off" never does (docs/self-check.md).
 
@@ -240,7 +242,7 @@ def compile(  # the name users know from torch.compile
 
     compiled = Compiled(
         model, planner, devices=devices, output_device=output_device, dim=dim, batch_norm=batch_norm, scalars=scalars,
-        inputs=inputs, threads=threads, check=check,
+        inputs=inputs, same_draws=same_draws, threads=threads, check=check,
     )  # fmt: skip
     compiled.predict_times = lambda graph, plan: pricing().predicted(graph, plan).expected
     compiled.while_planning(progress)
@@ -340,19 +342,47 @@ def _with_loss(
     """The module to capture, and the keywords to capture it with.
 
     Raises:
-        ModelError: `model` is no module, or targets are given without a loss.
+        ModelError: `model` is no module, its mode cannot be set, or targets are given without a loss.
     """
     from torch import nn
 
+    from parplan.compat import parallel_wrapper
     from parplan.graph.user_code.with_loss import with_loss
 
     if not isinstance(model, nn.Module):
         raise ModelError(f"{type(model).__name__} is no model; give a torch.nn.Module, such as MyNet()")
+    for path, part in model.named_modules():
+        if wrapper := parallel_wrapper(part):
+            raise ModelError(
+                f"{path or 'the model'} is wrapped in {wrapper}, which parplan replaces; give the plain model"
+            )
+    _check_modes(model)
     if loss is None and targets is not None:
         raise ModelError("targets are given without a loss; give loss=, a function of results and targets")
     if loss is None:
         return model, kwargs
     return with_loss(model, loss), kwargs if targets is None else {**(kwargs or {}), "targets": targets}
+
+
+def _check_modes(model: nn.Module) -> None:
+    """Refuse a method of the user's own in place of `train(mode)`, by which captures and evaluation set the mode.
+
+    Raises:
+        ModelError: a module's `train` takes no mode.
+    """
+    from torch import nn
+
+    for path, module in model.named_modules():
+        if type(module).train is nn.Module.train:
+            continue
+        signature = inspect.signature(module.train)
+        try:
+            signature.bind(True)
+        except TypeError:
+            raise ModelError(
+                f"{path or 'the model'} has a method {type(module).__name__}.train{signature} in place of "
+                "nn.Module.train(mode), which sets training and evaluation; give it another name"
+            ) from None
 
 
 def _arguments(example_inputs: Any) -> tuple[Any, ...]:

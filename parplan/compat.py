@@ -35,9 +35,10 @@ from torch.utils.hooks import BackwardHook
 
 __all__ = [
     "HOOK_FIELDS", "BackwardHook", "FakeTensor", "bent_sizes", "conversion_of", "expression_of", "guards_of",
-    "hooks_of_all_modules", "in_functional_transform", "intercepted_functions", "intercepted_modules",
-    "is_composite", "lazy_code", "memory_of", "mended_export", "overload_name", "own_buffer_assignments", "pytree",
-    "schema_of", "symbolic_sizes", "traced_node", "unrecorded", "value_of", "warn_if_newer", "without_modes",
+    "hooks_of_all_modules", "in_functional_transform", "intercepted_functions", "intercepted_modules", "is_composite",
+    "lazy_code", "memory_of", "mended_export", "overload_name", "own_buffer_assignments", "parallel_wrapper",
+    "pytree", "schema_of", "symbolic_sizes", "traced_node", "unrecorded", "value_of", "warn_if_newer",
+    "without_modes",
 ]  # fmt: skip
 
 NEWEST = (2, 15)
@@ -84,6 +85,15 @@ def hooks_of_all_modules() -> int:
     """How many hooks there are that every module calls (`torch.nn.modules.module.register_module_forward_hook`)."""
     kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
     return sum(len(getattr(module, f"_global_{kind}")) for kind in kinds)
+
+
+def parallel_wrapper(module: nn.Module) -> str:
+    """The name of torch's wrapper for several devices that a module is, such as DistributedDataParallel; else empty.
+
+    Told by where the class lives, as importing FSDP to ask for its class takes longer than most plans.
+    """
+    homes = ("torch.nn.parallel.", "torch.distributed.fsdp.")
+    return next((kind.__name__ for kind in type(module).__mro__ if f"{kind.__module__}.".startswith(homes)), "")
 
 
 def schema_of(target: Any) -> Any:

@@ -125,6 +125,19 @@ def test_what_is_no_model_is_refused(call: Any) -> None:
         call("net", torch.randn(4, 8))
 
 
+class TrainsItself(nn.Linear):
+    """A layer whose own method has the name of the one that sets modes, as in forward-forward training."""
+
+    def train(self, x_pos: Tensor, x_neg: Tensor) -> Tensor:  # type: ignore[override]
+        return self(x_pos) - self(x_neg)
+
+
+@pytest.mark.parametrize("call", [parplan.analyze, parplan.compile, parplan.verify])
+def test_a_method_in_place_of_train_is_refused(call: Any) -> None:
+    with pytest.raises(ParplanError, match=r"^0 has a method TrainsItself\.train\(x_pos.*give it another name"):
+        call(nn.Sequential(TrainsItself(8, 4)), torch.randn(4, 8))
+
+
 @pytest.mark.parametrize(
     ("pins", "devices"),
     [

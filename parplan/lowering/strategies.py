@@ -7,6 +7,7 @@ plan does not know runs as the layer it reads from does, where that is possible.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import Layer, LayerGraph
@@ -15,8 +16,13 @@ from parplan.plan import Plan, Strategy
 __all__ = ["strategies_for"]
 
 
-def strategies_for(graph: LayerGraph, plan: Plan) -> dict[str, Strategy]:
+def strategies_for(
+    graph: LayerGraph, plan: Plan, held: Mapping[str, Strategy] = MappingProxyType({})
+) -> dict[str, Strategy]:
     """One strategy per layer of `graph`.
+
+    Args:
+        held: by parameters, the strategies of the layers that read them in earlier graphs, under names of their own.
 
     Raises:
         PlanError: a layer is given replicas or shards that it cannot have.
@@ -24,7 +30,7 @@ def strategies_for(graph: LayerGraph, plan: Plan) -> dict[str, Strategy]:
     found: dict[str, Strategy] = {}
     # A module may be called more often than when the plan was made; its parameters stay where they are.
     planned = [(layer, plan.layers[name]) for name, layer in graph.layers.items() if name in plan.layers]
-    holding = {parameter: own for layer, own in planned for parameter in layer.parameters}
+    holding = {**held, **{parameter: own for layer, own in planned for parameter in layer.parameters}}
     for name, layer in graph.layers.items():
         known = plan.layers.get(name) or next((holding[p] for p in layer.parameters if p in holding), None)
         found[name] = _following(graph, layer, found, plan) if known is None else _uncut(graph, layer, known)

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 from parplan.graph.attributes.containers import containers_in, register_caches
+from parplan.graph.capture.capture import batch_of, check_dense
 from parplan.runtime.compat import writes
 
 __all__ = ["ModelCall", "digest"]
@@ -33,7 +34,7 @@ class ModelCall:
         leaves: the flattened (args, kwargs).
         spec: how they were nested.
         dim: the dimension that samples lie along.
-        batch: samples this process brings; None when no tensor has that dimension.
+        batch: samples this process brings; None when no tensor has that dimension, or inputs are said to hold none.
         containers: the caller's caches among the arguments.
     """
 
@@ -44,22 +45,24 @@ class ModelCall:
     containers: tuple[Any, ...] = ()
 
     @staticmethod
-    def of(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> ModelCall:
-        """Read a call.
+    def of(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int | None) -> ModelCall:
+        """Read a call; without `dim` its inputs hold no samples.
 
         Raises:
             RuntimeFailure: no tensor has dimension `dim`.
+            CaptureError: a tensor is sparse.
         """
         register_caches()
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        check_dense(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if dim and tensors and all(tensor.dim() <= dim for tensor in tensors):
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
             raise RuntimeFailure(
                 f"samples are said to lie along dimension {dim}, which no input has (shapes {shapes}); give another dim"
             )
-        sizes = (leaf.shape[dim] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > dim)
-        return ModelCall(tuple(leaves), spec, dim, next(sizes, None), tuple(containers_in((args, kwargs))))
+        batch = batch_of(leaves, dim)
+        return ModelCall(tuple(leaves), spec, dim or 0, batch, tuple(containers_in((args, kwargs))))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -112,7 +115,7 @@ class ModelCall:
                 made = made.detach().index_select(self.dim, again).requires_grad_(made.requires_grad)
             leaves.append(made)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return ModelCall.of(args, kwargs, self.dim)
+        return ModelCall.of(args, kwargs, self.dim if self.batch is not None else None)
 
     def resized(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) of the same signature with `batch` samples; their values mean nothing."""

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import json
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parplan.errors import TargetError
 from parplan.target.inputs import DTYPES, Target
+from parplan.target.library_inputs import RequestedSizes, library_inputs, modalities
 from parplan.target.trouble import guarded, trouble
 
 __all__ = ["LIBRARIES", "library_model"]
@@ -30,37 +29,13 @@ __all__ = ["LIBRARIES", "library_model"]
 LIBRARIES = ("transformers", "timm")
 
 BATCH = 8
-SEQUENCE = 512
-# Heads in order of preference, as transformers names the mappings from configurations to classes.
+# Heads in order of preference, as transformers names the mappings from configurations to classes; one that takes fewer
+# modalities than the model without a head is a part of what the name means (the text half of a speech model).
 _HEADS = (
-    "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "MODEL_MAPPING",
+    "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT",
+    "ZERO_SHOT_IMAGE_CLASSIFICATION", "ZERO_SHOT_OBJECT_DETECTION", "MASK_GENERATION", "CTC", "AUDIO_CLASSIFICATION",
+    "VIDEO_CLASSIFICATION", "OBJECT_DETECTION", "UNIVERSAL_SEGMENTATION", "DEPTH_ESTIMATION", "SEMANTIC_SEGMENTATION",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """Sizes and the type that a command line asks for; None for those it does not name."""
-
-    target: str
-    batch: int
-    sequence: int | None
-    dtype: torch.dtype
-    meta: bool
-
-    def built(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """The model, in the wanted type.
-
-        Raises:
-            TargetError: the library's code fails.
-        """
-        with torch.device("meta") if self.meta else nullcontext():
-            what = f"{self.target}: the library cannot build it"
-            return guarded(lambda: build().to(self.dtype), what, Path.cwd())
-
-    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros of the wanted type (or of `dtype`), which index every table."""
-        return torch.zeros(shape, dtype=dtype or self.dtype, device="meta" if self.meta else "cpu")
 
 
 def library_model(
@@ -94,7 +69,7 @@ def library_model(
         raise TargetError(f"{target} needs {library}, which is not installed: pip install 'parplan[zoo]'") from error
     except Exception as error:
         raise _import_failure(target, library, error) from error
-    wanted = _Wanted(target, batch or BATCH, sequence, kind or torch.float32, meta)
+    wanted = RequestedSizes(target, batch or BATCH, sequence, kind or torch.float32, meta)
     try:
         if library == "timm":
             return _timm(module, name, wanted)
@@ -126,24 +101,24 @@ def _import_failure(target: str, library: str, error: Exception) -> TargetError:
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-def _timm(timm: Any, name: str, wanted: _Wanted) -> Target:
+def _timm(timm: Any, name: str, wanted: RequestedSizes) -> Target:
     if wanted.sequence is not None:
         raise TargetError(f"--seq {wanted.sequence}: {wanted.target} takes images; leave it out")
     if not timm.is_model(name.split(".")[0]):
         raise TargetError(f"timm has no model {name}{_near(name, timm.list_models())}")
     model = wanted.built(lambda: timm.create_model(name, pretrained=False))
     channels, height, width = model.default_cfg["input_size"]  # type: ignore[index]
-    images = wanted.tensor(wanted.batch, channels, height, width)
+    images = wanted.tensor(channels, height, width)
     note = f"{wanted.target}: images of {channels} x {height} x {width}, {_said(wanted)}, no loss"
     return Target(type(model).__name__, model, (images,), {}, notes=(note,))
 
 
-def _transformers(library: Any, name: str, wanted: _Wanted, own_dtype: bool) -> Target:
+def _transformers(library: Any, name: str, wanted: RequestedSizes, own_dtype: bool) -> Target:
     """A model by configuration; one with a loss is given labels."""
-    config, source = _configuration(library, name, wanted.target)
+    config, source, written = _configuration(library, name, wanted.target)
     named = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     if own_dtype and isinstance(named, torch.dtype):
-        wanted = _Wanted(wanted.target, wanted.batch, wanted.sequence, named, wanted.meta)
+        wanted = replace(wanted, dtype=named)
     kind = _architecture(library, name, config)
     if kind is None:
         raise TargetError(f"{wanted.target}: transformers has no model for {type(config).__name__}")
@@ -152,18 +127,18 @@ def _transformers(library: Any, name: str, wanted: _Wanted, own_dtype: bool) -> 
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     model = wanted.built(lambda: kind(config))
-    inputs, said = _inputs(model, config, wanted)
+    inputs, said = library_inputs(model, config, wanted, written)
     notes = (f"{wanted.target}: {kind.__name__} of {source}, {said}, {_said(wanted)}",)
     return Target(type(model).__name__, model, (), inputs, notes=notes)
 
 
-def _said(wanted: _Wanted) -> str:
+def _said(wanted: RequestedSizes) -> str:
     dtype = str(wanted.dtype).removeprefix("torch.")
     return f"batch {wanted.batch}, {dtype}; {'no weights are loaded' if wanted.meta else 'weights are random'}"
 
 
-def _configuration(library: Any, name: str, target: str) -> tuple[Any, str]:
-    """The configuration, and where it is from."""
+def _configuration(library: Any, name: str, target: str) -> tuple[Any, str, str]:
+    """The configuration, where it is from, and code that makes it."""
     mapping, path, refused = library.CONFIG_MAPPING, Path(name), f"{target}: the configuration is refused"
     if name.endswith(".json") or path.is_dir():
         file = path / "config.json" if path.is_dir() else path
@@ -177,7 +152,8 @@ def _configuration(library: Any, name: str, target: str) -> tuple[Any, str]:
         if not known:
             near = _near(str(fields["model_type"]), mapping.keys())
             raise TargetError(f"{target}: this transformers has no model type {fields['model_type']}{near}")
-        return guarded(lambda: mapping[fields["model_type"]].from_dict(fields), refused, Path.cwd()), str(file)
+        config = guarded(lambda: mapping[fields["model_type"]].from_dict(fields), refused, Path.cwd())
+        return config, str(file), f"transformers.AutoConfig.from_pretrained({str(file)!r})"
     architecture = getattr(library, name, None) if name.isidentifier() else None
     kind = getattr(architecture, "config_class", None)
     if kind is None and name in mapping:
@@ -188,7 +164,8 @@ def _configuration(library: Any, name: str, target: str) -> tuple[Any, str]:
             f"transformers has no model type {name}{near}; name a model type (gpt2), an architecture (GPT2LMHeadModel) "
             "or a config.json (transformers:./config.json); names of a hub are not looked up"
         )
-    return guarded(kind, refused, Path.cwd()), f"the defaults of {kind.__name__}"
+    config = guarded(kind, refused, Path.cwd())
+    return config, f"the defaults of {kind.__name__}", f"transformers.{kind.__name__}()"
 
 
 def _number(found: dict[str, Any]) -> Any:
@@ -197,41 +174,17 @@ def _number(found: dict[str, Any]) -> Any:
 
 
 def _architecture(library: Any, name: str, config: Any) -> Any:
-    """The class: the one named, the configuration's own, or the first head there is for it."""
+    """The class: the one named, the configuration's own, or the first head there is for it and all its modalities."""
     for wanted in (name, *(getattr(config, "architectures", None) or ())):
         found = getattr(library, wanted, None) if wanted.isidentifier() else None
         if isinstance(found, type) and issubclass(found, nn.Module):
             return found
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    for mapping in (getattr(auto, head) for head in _HEADS if hasattr(auto, head)):
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, (tuple, list)) else found
-    return None
-
-
-def _inputs(model: Any, config: Any, wanted: _Wanted) -> tuple[dict[str, Tensor], str]:
-    """Keyword arguments of one training step, and their sizes in words."""
-    loss = "labels" in inspect.signature(model.forward).parameters
-    if getattr(model, "main_input_name", "") == "pixel_values":
-        if wanted.sequence is not None:
-            raise TargetError(f"--seq {wanted.sequence}: {wanted.target} takes images; leave it out")
-        size = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        channels = getattr(config, "num_channels", 3)
-        images = {"pixel_values": wanted.tensor(wanted.batch, channels, height, width)}
-        if loss:
-            images["labels"] = wanted.tensor(wanted.batch, dtype=torch.int64)
-        return images, f"images of {channels} x {height} x {width}{', labels' if loss else ''}"
-    text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0
-    length = wanted.sequence or min(SEQUENCE, longest if longest > 0 else SEQUENCE)
-    if 0 < longest < length:  # -1: as long as anybody likes
-        raise TargetError(f"--seq {length}: {wanted.target} has {longest} positions; use {longest} or fewer")
-    tokens = {"input_ids": wanted.tensor(wanted.batch, length, dtype=torch.int64)}
-    if loss:
-        tokens["labels"] = wanted.tensor(wanted.batch, length, dtype=torch.int64)
-    return tokens, f"{length:,} tokens a sample{', labels' if loss else ''}"
+    names = ("MODEL_MAPPING", *(f"MODEL_FOR_{head}_MAPPING" for head in _HEADS))
+    known = [getattr(auto, mapping, {}).get(type(config), None) for mapping in names]
+    body, *heads = (found[0] if isinstance(found, (tuple, list)) else found for found in known)
+    wanted = modalities(body) if body is not None else frozenset[str]()
+    return next((head for head in heads if head is not None and wanted <= modalities(head)), body)
 
 
 def _near(name: str, names: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from benchmarks.training import Run
@@ -176,3 +177,28 @@ def _quiet(make: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make()
+
+
+@SECTION(
+    "a switch (`model.observed = False`) after which another layer reads a weight that one device holds",
+    free=("body",),
+)
+def observed_weight(run: Run) -> None:
+    class Net(nn.Module):
+        low: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.observed = nn.Linear(6, 8), nn.Linear(8, 4), True
+            self.register_buffer("low", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Any:
+            if self.observed:
+                with torch.no_grad():
+                    self.low.lerp_(self.body.weight.amin(), 0.1)
+            return self.head(torch.tanh(F.linear(x, self.body.weight - self.low, self.body.bias)))
+
+    model = run.compile(Net())
+    optimizer = sgd(model)
+    for model.observed in (True, False):
+        steps(run, model, optimizer, 2)

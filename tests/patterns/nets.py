@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from benchmarks.training import Run
 
-__all__ = ["BATCH", "Mlp", "conv_net", "sgd", "steps", "train"]
+__all__ = ["BATCH", "Mlp", "conv_net", "loader", "sgd", "steps", "total", "train"]
 
 BATCH = 8  # whole batches
 
@@ -76,3 +78,18 @@ def steps(
         return loss_of(model(inputs), classes)
 
     train(run, model, optimizer, loss, count, before_step=before_step)
+
+
+def loader(run: Run, *tensors: Tensor, shuffle: bool = True) -> DataLoader[Any]:
+    """A loader over a whole set of samples, of which every process draws its own, as under DistributedDataParallel."""
+    dataset = TensorDataset(*tensors)
+    sampler = DistributedSampler(dataset, run.ranks, run.rank, shuffle=shuffle)
+    return DataLoader(dataset, BATCH // run.ranks, sampler=sampler)
+
+
+def total(run: Run, *values: float) -> Tensor:
+    """Sums over processes of what each counted in its own samples."""
+    found = torch.tensor(values)
+    if run.ranks > 1:
+        torch.distributed.all_reduce(found)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -27,6 +27,19 @@ The patterns are in `tests/patterns/`, which writes this page: `python -m tests.
 1e-3 and states to 0.2 (`--float32`: an optimizer takes whole steps along gradients that are nothing but rounding).
 """
 
+PROGRAMS = "Public training programs"  # the heading of the section that comes first
+PROGRAMS_HEAD = """\
+Programs that many people start from, written anew at small sizes with what is in them: their models, loaders, rates,
+clipping, accumulation, evaluation, checkpoints, generation. Dropout is off, and what a program draws by itself in the
+forward is an input here, so that numbers can be compared.
+"""
+WITH_TRAINERS = (
+    "accelerate `nlp_example`: a sequence classifier, `accelerator.prepare`",
+    "accelerate `cv_example`: an image classifier, `accelerator.prepare`",
+    "Lightning: a `LightningModule` and a `Trainer` with parplan's strategy",
+    "transformers `Trainer`: `train()` and `evaluate()`",
+)
+
 
 def page() -> str:
     """The page's text."""
@@ -36,6 +49,9 @@ def page() -> str:
 def _tables() -> Iterator[str]:
     for heading, patterns in groupby(PATTERNS.values(), lambda pattern: pattern.section):
         yield f"## {heading}\n"
+        if heading == PROGRAMS:
+            yield from _programs(patterns)
+            continue
         yield "| pattern | one process | torchrun |"
         yield "| --- | --- | --- |"
         reasons = []
@@ -44,6 +60,18 @@ def _tables() -> Iterator[str]:
             if pattern.why:
                 reasons.append(f"- {pattern.title}: {pattern.why}")
         yield "\n" + "\n".join(reasons) + "\n" if reasons else ""
+
+
+def _programs(patterns: Iterable[Pattern]) -> Iterator[str]:
+    """The table of public programs; reasons are in the rows, of which some are other pages' programs."""
+    yield PROGRAMS_HEAD
+    yield "| program | one process | torchrun | cause and remedy |"
+    yield "| --- | --- | --- | --- |"
+    for pattern in patterns:
+        yield f"| {pattern.title} | {_launch(pattern, 'one')} | {_launch(pattern, 'ranks')} | {pattern.why} |"
+    for title in WITH_TRAINERS:
+        yield f"| {title} | | right | [trainers.md](trainers.md) |"
+    yield ""
 
 
 def _launch(pattern: Pattern, launch: str) -> str:

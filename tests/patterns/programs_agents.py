@@ -33,40 +33,6 @@ def _mean(run: Run, value: Tensor) -> Tensor:
     return value
 
 
-@SECTION("PPO: an agent of methods without a forward (`agent.get_action_and_value(x, action)`)")
-def ppo_methods(run: Run) -> None:
-    class Agent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.actor, self.critic = _mlp(6, 4), _mlp(6, 1)
-
-        def get_value(self, x: Tensor) -> Any:
-            return self.critic(x)
-
-        def get_action_and_value(self, x: Tensor, action: Tensor) -> Any:
-            policy = Categorical(logits=self.actor(x))
-            return policy.log_prob(action), policy.entropy(), self.critic(x)
-
-    agent = run.compile(Agent())
-    optimizer = torch.optim.Adam(agent.parameters(), lr=0.01, eps=1e-5)
-    x, action = run.randn(BATCH, 6), run.randint(4, BATCH)
-    with torch.no_grad():
-        before, _, value = agent.get_action_and_value(x, action)
-        returns = value + run.randn(BATCH, 1)
-    for _ in range(3):
-        after, entropy, value = agent.get_action_and_value(x, action)
-        ratio, gain = (after - before).exp(), (returns - value.detach()).squeeze(1)
-        policy_loss = torch.max(-gain * ratio, -gain * ratio.clamp(0.8, 1.2)).mean()
-        loss = policy_loss - 0.01 * entropy.mean() + 0.5 * F.mse_loss(value, returns)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-        optimizer.step()
-        run.mean("loss", loss)
-    run.rows("values", agent.get_value(x))
-    run.state(agent)
-
-
 @SECTION("PPO: two heads, a clipped ratio to old log probabilities, clipped values, several epochs over minibatches")
 def ppo(run: Run) -> None:
     class Net(nn.Module):
@@ -227,49 +193,6 @@ def byol(run: Run) -> None:
         learner.update_target(1 - 0.5 * (math.cos(math.pi * step / 3) + 1) / 2)
         run.same("loss", loss)
     run.state(learner)
-
-
-@SECTION(
-    "DPO: log probabilities of answers against a frozen copy of the language model, chosen and rejected in one batch",
-    free=("attention.out_proj",),
-)
-def dpo(run: Run) -> None:
-    class Language(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.places = nn.Embedding(12, 8), nn.Embedding(6, 8)
-            self.attention, self.norm = nn.MultiheadAttention(8, 2, batch_first=True), nn.LayerNorm(8)
-            self.head = nn.Linear(8, 12, bias=False)
-            self.head.weight = self.words.weight
-
-        def forward(self, ids: Tensor) -> Any:
-            x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
-            later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
-            return self.head(self.norm(x + self.attention(x, x, x, attn_mask=later, need_weights=False)[0]))
-
-    policy = Language()
-    reference = run.compile(copy.deepcopy(policy).eval().requires_grad_(False))
-    model = run.compile(policy)
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
-
-    def log_prob(network: Any, ids: Tensor, mask: Tensor) -> Any:
-        scores = network(ids)[:, :-1].log_softmax(-1)
-        return (scores.gather(2, ids[:, 1:, None]).squeeze(2) * mask[:, 1:]).sum(1)
-
-    for _ in range(3):
-        ids = run.randint(12, BATCH, 2, 6).flatten(0, 1)
-        mask = (ids != 0) & (torch.arange(6) >= 2)
-        with torch.no_grad():
-            before = log_prob(reference, ids, mask)
-        gains = (log_prob(model, ids, mask) - before).view(-1, 2)
-        loss = -F.logsigmoid(0.5 * (gains[:, 0] - gains[:, 1])).mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        run.mean("loss", loss)
-        run.mean("margin", (gains[:, 0] - gains[:, 1]).mean())
-    run.state(model)
 
 
 @SECTION("meta parameters: a policy gradient with a running baseline, returns discounted backwards, entropy annealed")

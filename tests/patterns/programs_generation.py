@@ -231,45 +231,6 @@ class _Features(NamedTuple):
     high: Tensor
 
 
-@SECTION("style transfer: Gram matrices of a frozen loss network that gives a named tuple, total variation")
-def style_transfer(run: Run) -> None:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.low = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
-            self.high = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(4, 8, 3, padding=1), nn.ReLU())
-
-        def forward(self, x: Tensor) -> _Features:
-            low = self.low((x - x.new_tensor([0.4, 0.5, 0.6]).view(-1, 1, 1)) / 0.2)
-            return _Features(low, self.high(low))
-
-    def gram(x: Tensor) -> Any:
-        flat = x.view(*x.shape[:2], -1)
-        return flat.bmm(flat.transpose(1, 2)) / (x[0].numel())
-
-    net = nn.Sequential(
-        nn.ReflectionPad2d(1), nn.Conv2d(3, 4, 3, 2), nn.InstanceNorm2d(4, affine=True), nn.ReLU(),
-        nn.Upsample(scale_factor=2), nn.ReflectionPad2d(1), nn.Conv2d(4, 3, 3),
-    )  # fmt: skip
-    model, judge = run.compile(net), run.compile(Loss().requires_grad_(False).eval())
-    with torch.no_grad():
-        style = [
-            gram(f) for f in judge(torch.linspace(-1, 1, 192).view(1, 3, 8, 8).repeat(BATCH // run.ranks, 1, 1, 1))
-        ]
-
-    def loss() -> Tensor:
-        x = run.randn(BATCH, 3, 8, 8)
-        y = model(x)
-        found, wanted = judge(y), judge(x)
-        total = F.mse_loss(found.high, wanted.high.detach())
-        for f, g in zip(found, style, strict=True):
-            total = total + 10 * F.mse_loss(gram(f), g)
-        rough: Tensor = (y[..., 1:] - y[..., :-1]).abs().mean() + (y[..., 1:, :] - y[..., :-1, :]).abs().mean()
-        return total + 0.1 * rough
-
-    train(run, model, torch.optim.Adam(model.parameters(), lr=0.01), loss)
-
-
 @SECTION(
     "Glow: activation norms set by the first samples (`.data.copy_` behind a flag), a 1x1 convolution's `slogdet`",
     refused={"*": "call the model once before it is captured"},

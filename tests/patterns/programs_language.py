@@ -45,56 +45,6 @@ class CausalBlock(nn.Module):
         return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
 
 
-@SECTION("a GPT: tied head, causal mask cut from a buffer, decay groups, cosine rate by hand, accumulation, generation")
-def nano_gpt(run: Run) -> None:
-    class Gpt(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wte, self.wpe = nn.Embedding(WORDS, 8), nn.Embedding(6, 8)
-            self.blocks = nn.ModuleList(CausalBlock(8, 2, 6) for _ in range(2))
-            self.ln_f, self.head = nn.LayerNorm(8), nn.Linear(8, WORDS, bias=False)
-            self.wte.weight = self.head.weight
-            for name, p in self.named_parameters():
-                if name.endswith("proj.weight"):
-                    nn.init.normal_(p, std=0.02 / math.sqrt(4))
-
-        def forward(self, words: Tensor, targets: Tensor | None = None) -> Any:
-            x = self.wte(words) + self.wpe(torch.arange(words.size(1), device=words.device))
-            for block in self.blocks:
-                x = block(x)
-            x = self.ln_f(x)
-            if targets is None:
-                return self.head(x[:, [-1], :]), None
-            scores = self.head(x)
-            return scores, F.cross_entropy(scores.view(-1, WORDS), targets.reshape(-1), ignore_index=-1)
-
-    model = run.compile(Gpt())
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95))
-    for step in range(4):
-        rate = 0.02 * (step + 1) / 2 if step < 2 else 0.01 * (1 + math.cos(math.pi * (step - 1) / 3))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        for _ in range(2):
-            text = run.randint(WORDS, BATCH, 7)
-            _, loss = model(text[:, :-1], text[:, 1:])
-            (loss / 2).backward()
-            run.same("loss", loss)
-        run.same("norm", nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    model.eval()
-    text = run.randint(WORDS, BATCH, 2)
-    with torch.no_grad():
-        for _ in range(3):
-            scores, _ = model(text)
-            text = torch.cat((text, scores[:, -1].argmax(-1, keepdim=True)), dim=1)
-    run.rows("text", text)
-    run.state(model)
-
-
 class _RmsNorm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -318,52 +318,6 @@ def not_finite(run: Run) -> None:
     run.state(model)
 
 
-@SECTION("forward-forward: every layer a model with its own optimizer and local loss, no gradient between them")
-def forward_forward(run: Run) -> None:
-    class Layer(nn.Module):
-        def __init__(self, inputs: int) -> None:
-            super().__init__()
-            self.linear = nn.Linear(inputs, 8)
-
-        def forward(self, x: Tensor) -> Any:
-            return torch.relu(self.linear(x / (x.norm(2, 1, keepdim=True) + 1e-4)))
-
-    def overlay(x: Tensor, classes: Tensor) -> Tensor:
-        x = x.clone()
-        x[:, :4] = 0
-        x[range(x.shape[0]), classes] = 1.0
-        return x
-
-    layers = [run.compile(Layer(6)), run.compile(Layer(8))]
-    optimizers = [torch.optim.Adam(layer.parameters(), lr=0.03) for layer in layers]
-    for _ in range(2):
-        x, classes = (
-            run.own(torch.rand(BATCH, 6, generator=run.draws).clamp(max=1).round(decimals=3)),
-            run.randint(4, BATCH),
-        )
-        good, bad = overlay(x.fill_(0.5), classes), overlay(x, (classes + 1) % 4)
-        for layer, optimizer in zip(layers, optimizers, strict=True):
-            for _ in range(2):
-                gains = torch.cat([0.5 - layer(good).pow(2).mean(1), layer(bad).pow(2).mean(1) - 0.5])
-                loss = torch.log(1 + torch.exp(gains)).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                run.mean("loss", loss)
-            good, bad = layer(good).detach(), layer(bad).detach()
-    x, goodness = run.randn(BATCH, 6), []
-    with torch.no_grad():
-        for label in range(4):
-            h, total = overlay(x, torch.full(x.shape[:1], label)), torch.zeros(())
-            for layer in layers:
-                h = layer(h)
-                total = total + h.pow(2).mean(1)
-            goodness.append(total)
-    run.rows("classes", torch.stack(goodness, 1))
-    for number, layer in enumerate(layers):
-        run.state(layer, f"{number} ")
-
-
 @SECTION(
     "a hypernetwork: weights of `F.linear` generated from learned embeddings, without samples", free=("make", "give")
 )

@@ -11,48 +11,8 @@ from torch.nn import functional as F
 from benchmarks.training import Run
 from tests.patterns.nets import BATCH, train
 from tests.patterns.pattern import Section
-from tests.patterns.programs_language import SINGLE
 
 SECTION = Section("Programs: tables, graphs, signals, state")
-
-
-@SECTION(
-    "DLRM in float32: bags per feature, products of all pairs below the diagonal, Adagrad with a rate by hand",
-    free=("tables.0", "tables.1", "tables.2", "top.2"),
-    tolerance=SINGLE,
-)
-def click_rates(run: Run) -> None:
-    class Dlrm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tables = nn.ModuleList(nn.EmbeddingBag(n, 4, mode="sum") for n in (7, 5, 9))
-            self.bottom = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 4), nn.ReLU())
-            self.top = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 1), nn.Sigmoid())
-
-        def forward(self, dense: Tensor, sparse: list[Tensor]) -> Any:
-            x = self.bottom(dense)
-            parts = [x, *(table(words) for table, words in zip(self.tables, sparse, strict=True))]
-            whole = torch.cat(parts, dim=1).view((x.shape[0], -1, x.shape[1]))
-            products = torch.bmm(whole, torch.transpose(whole, 1, 2))
-            rows = torch.tensor([i for i in range(4) for j in range(i)])
-            columns = torch.tensor([j for i in range(4) for j in range(i)])
-            p = self.top(torch.cat([x, products[:, rows, columns]], dim=1))
-            return torch.clamp(p, min=1e-4, max=1 - 1e-4)
-
-    model = run.compile(Dlrm().float())
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    for step in range(4):
-        optimizer.param_groups[0]["lr"] = 0.05 * min(step + 1, 2) * (0.9 if step > 2 else 1.0)
-        optimizer.zero_grad()
-        p = model(run.randn(BATCH, 5).float(), [run.randint(n, BATCH, 2) for n in (7, 5, 9)])
-        loss = F.binary_cross_entropy(p, run.randint(2, BATCH, 1).float())
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    model.eval()
-    with torch.no_grad():
-        run.rows("p", model(run.randn(BATCH, 5).float(), [run.randint(n, BATCH, 2) for n in (7, 5, 9)]))
-    run.state(model)
 
 
 @SECTION("DeepFM: one table of all fields with offsets in a buffer, square of the sum", free=("first", "deep.3"))
@@ -259,45 +219,6 @@ def physics_informed(run: Run) -> None:
         return total
 
     train(run, model, torch.optim.Adam(model.parameters(), lr=0.01), loss)
-
-
-@SECTION("a Fourier neural operator in float32: `rfft`, complex weights of the low modes", tolerance=SINGLE)
-def fourier_operator(run: Run) -> None:
-    class Spectral(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.Parameter(0.2 * torch.rand(6, 6, 3, dtype=torch.cfloat))
-
-        def forward(self, x: Tensor) -> Tensor:
-            seen = torch.fft.rfft(x)
-            out = torch.zeros(x.size(0), 6, x.size(-1) // 2 + 1, dtype=torch.cfloat, device=x.device)
-            out[:, :, :3] = torch.einsum("bix,iox->box", seen[:, :, :3], self.weights)
-            found: Tensor = torch.fft.irfft(out, n=x.size(-1))
-            return found
-
-    class Fno(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lift, self.down, self.out = nn.Linear(2, 6), nn.Linear(6, 8), nn.Linear(8, 2)
-            self.spectral = nn.ModuleList(Spectral() for _ in range(2))
-            self.local = nn.ModuleList(nn.Conv1d(6, 6, 1) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Any:
-            grid = torch.linspace(0, 1, x.size(1), dtype=x.dtype).view(1, -1, 1).repeat([x.size(0), 1, 1])
-            x = F.pad(self.lift(torch.cat((x, grid), dim=-1)).permute(0, 2, 1), [0, 2])
-            for spectral, local in zip(self.spectral, self.local, strict=True):
-                x = F.gelu(spectral(x) + local(x))
-            return self.out(F.gelu(self.down(x[..., :-2].permute(0, 2, 1))))
-
-    model = run.compile(Fno().float())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=1e-4)
-
-    def loss() -> Tensor:
-        found, wanted = model(run.randn(BATCH, 10, 1).float()).flatten(1), run.randn(BATCH, 20).float()
-        relative: Tensor = torch.norm(found - wanted, 2, 1) / torch.norm(wanted, 2, 1)
-        return relative.mean()
-
-    train(run, model, optimizer, loss)
 
 
 @SECTION(

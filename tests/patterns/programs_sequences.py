@@ -206,34 +206,6 @@ def selective_scan(run: Run) -> None:
     run.state(model)
 
 
-@SECTION(
-    "word2vec: skip-grams with negative samples, `sparse=True` tables, SparseAdam",
-    refused={"*": "asks for a sparse gradient"},
-    why="devices sum dense gradients; make the tables with `sparse=False`",
-)
-def skip_grams(run: Run) -> None:
-    class SkipGram(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.u, self.v = nn.Embedding(WORDS, 6, sparse=True), nn.Embedding(WORDS, 6, sparse=True)
-            nn.init.uniform_(self.u.weight, -0.5, 0.5)
-
-        def forward(self, centre: Tensor, context: Tensor, negative: Tensor) -> Any:
-            u = self.u(centre)
-            near = torch.clamp((u * self.v(context)).sum(1), max=10, min=-10)
-            far = torch.clamp(torch.bmm(self.v(negative), u.unsqueeze(2)).squeeze(2), max=10, min=-10)
-            return -(F.logsigmoid(near) + F.logsigmoid(-far).sum(1))
-
-    model = run.compile(SkipGram())
-    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.05)
-
-    def loss() -> Tensor:
-        found: Tensor = model(run.randint(WORDS, BATCH), run.randint(WORDS, BATCH), run.randint(WORDS, BATCH, 3)).mean()
-        return found
-
-    train(run, model, optimizer, loss)
-
-
 @SECTION("speech with CTC: strided convolutions, a GRU, lengths from a formula, clipped AdamW", free=("rnn",))
 def speech_ctc(run: Run) -> None:
     class Speech(nn.Module):

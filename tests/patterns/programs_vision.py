@@ -3,7 +3,6 @@
 # mypy: disable-error-code="operator"
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -45,48 +44,6 @@ def simclr(run: Run) -> None:
         scheduler.step()
         run.same("loss", loss)
     run.state(model)
-
-
-@SECTION(
-    "MoCo: the key encoder's momentum and the queue's pointer (`int(self.pointer)`) inside the forward",
-    refused={"*": "a branch is data-dependent"},
-    why="the pointer is read as a Python number: write rows by a tensor, and update the key encoder in the script",
-)
-def moco(run: Run) -> None:
-    class Net(nn.Module):
-        queue: Tensor
-        pointer: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.query = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
-            self.key = copy.deepcopy(self.query).requires_grad_(False)
-            self.register_buffer("queue", F.normalize(torch.randn(4, 2 * BATCH), dim=0))
-            self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
-
-        @torch.no_grad()
-        def enqueue(self, keys: Tensor) -> None:
-            at, count = int(self.pointer), keys.shape[0]
-            self.queue[:, at : at + count] = keys.T
-            self.pointer[0] = (at + count) % self.queue.shape[1]
-
-        def forward(self, a: Tensor, b: Tensor) -> Any:
-            q = F.normalize(self.query(a), dim=1)
-            with torch.no_grad():
-                for slow, fast in zip(self.key.parameters(), self.query.parameters(), strict=True):
-                    slow.data = slow.data * 0.9 + fast.data * 0.1
-                k = F.normalize(self.key(b), dim=1)
-            logits = torch.cat([(q * k).sum(1, keepdim=True), q @ self.queue.clone().detach()], 1) / 0.2
-            self.enqueue(k)
-            return logits, torch.zeros(logits.shape[0], dtype=torch.long)
-
-    model = run.compile(Net())
-
-    def loss() -> Tensor:
-        logits, labels = model(run.randn(BATCH, 6), run.randn(BATCH, 6))
-        return F.cross_entropy(logits, labels)
-
-    train(run, model, sgd(model), loss)
 
 
 @SECTION("ConvNeXt: layer scale, drop path off, LayerNorm on channels-last, mixed-up soft targets", free=("1.depth",))

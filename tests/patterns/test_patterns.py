@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.workers import Workers
-from tests.patterns.cells import PATTERNS, launched
+from tests.patterns.cells import PATTERNS, SECTIONS, launched
 from tests.patterns.known_wrong import KNOWN_WRONG
 from tests.patterns.page import PAGE, page
 from tests.patterns.pattern import CELLS, first_match
@@ -53,6 +53,10 @@ def test_a_pattern_is_right_or_refused_in_float32(workers: Mapping[str, Workers]
 
 def test_the_page_is_what_the_patterns_say() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.patterns.page"
+
+
+def test_every_pattern_has_a_name_of_its_own() -> None:
+    assert len(PATTERNS) == sum(len(list(section)) for section in SECTIONS)
 
 
 def test_expectations_name_patterns_and_cells() -> None:

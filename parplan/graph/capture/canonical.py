@@ -15,12 +15,14 @@ from parplan.compat import pytree
 from parplan.errors import CaptureError
 from parplan.graph.axes.call import call_like
 from parplan.graph.export.functionalise import Functional
+from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Constant
 from parplan.graph.user_line import code_line
 
 __all__ = ["Canonical", "canonicalise"]
 
 aten = torch.ops.aten
+_COLLECTIVES = ("_c10d_functional", "c10d")  # namespaces of the ops that torch.distributed's functions are traced as
 
 
 @dataclass
@@ -104,8 +106,8 @@ def canonicalise(functional: Functional, model: nn.Module) -> Canonical:
             buffer = placeholders[str(spec.target)]
             if not by_name[buffer].meta["val"].numel():
                 raise CaptureError(
-                    f"the model fills the empty buffer {spec.target!r} at its first call{_user_line(leaf)}, and no "
-                    "plan can say how large it will be; call the plain model once before it is compiled"
+                    f"the model fills the empty buffer {spec.target!r} at its first call, and no plan can say how "
+                    f"large it will be; call the plain model once before it is compiled{_user_line(leaf)}"
                 )
             step = _counter_step(leaf, buffer)
             if step is not None and _is_unread(leaf, buffer):
@@ -115,7 +117,7 @@ def canonicalise(functional: Functional, model: nn.Module) -> Canonical:
         else:
             what = spec.target or str(getattr(spec.arg, "name", None))
             line = _user_line(leaf)
-            raise CaptureError(f"the model changes {what!r} in place{line}; compute a new tensor and return it instead")
+            raise CaptureError(f"the model changes {what!r} in place; compute a new tensor and return it instead{line}")
     found.results, found.updated = tuple(results), tuple(updates)
     graph.erase_node(ending)
     graph.output((*kept, *updates.values()))
@@ -141,7 +143,7 @@ def _users(program: ExportedProgram) -> tuple[str | None, ...]:
 
 
 def _refuse_unsupported(graph: fx.Graph) -> None:
-    """Refuse sub-graphs, sparse gradients and sizes that depend on values."""
+    """Refuse sub-graphs, collectives, sparse gradients and sizes that depend on values."""
     sparse = {aten.embedding.default: 4, aten.embedding_bag.default: 5, aten.embedding_bag.padding_idx: 5}
     for node in graph.nodes:
         value, place = node.meta.get("val"), sparse.get(node.target, len(node.args))
@@ -151,22 +153,28 @@ def _refuse_unsupported(graph: fx.Graph) -> None:
                 f"{user.target} holds a sub-graph, which parplan does not plan yet; "
                 "move autocast, cond or map out of the model's forward"
             )
+        if getattr(node.target, "namespace", "").startswith(_COLLECTIVES):
+            raise CaptureError(
+                f"the forward calls a collective itself ({op_name(node)}); under parplan sums and means over the batch "
+                "are those of all processes' samples already: leave the collective out, or call it in the script, on "
+                f"the model's results{_user_line(node)}"
+            )
         if len(node.args) > place and node.args[place]:
             raise CaptureError(
-                f"an embedding asks for a sparse gradient{_user_line(node)}, and devices sum dense ones; make it with "
-                "sparse=False"
+                "an embedding asks for a sparse gradient, and devices sum dense ones; make it with sparse=False"
+                + _user_line(node)
             )
         if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
             raise CaptureError(
-                f"the size of a result depends on the values of a tensor{_user_line(node)}, so no plan can say what "
-                "devices hold of it; keep the shape: y[y > 0].sum() is torch.where(y > 0, y, 0).sum()"
+                "the size of a result depends on the values of a tensor, so no plan can say what devices hold of it; "
+                f"keep the shape: y[y > 0].sum() is torch.where(y > 0, y, 0).sum(){_user_line(node)}"
             )
 
 
 def _user_line(node: fx.Node) -> str:
     """Where in the user's code a node comes from."""
     line = code_line(node, installed=True)
-    return f"\n  at {line}\n " if line else ""
+    return f"\n  at {line}" if line else ""
 
 
 def _counter_step(node: Any, buffer: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -43,7 +43,7 @@ from parplan.graph.layers import build_layers
 from parplan.graph.local import SAME, is_resized
 from parplan.graph.user_code.functions import known_sites
 
-__all__ = ["batch_of", "capture", "computes_alike"]
+__all__ = ["batch_of", "capture", "check_dense", "computes_alike"]
 
 _VARIANT = re.compile(r"^(Tensor|Scalar)(_(Tensor|Scalar))?$")
 
@@ -69,7 +69,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     training: bool = True,
-    dim: int = 0,
+    dim: int | None = 0,
     check_batch: bool = True,
     numbers: Sequence[Number] = (),
     compiling: bool | None = None,
@@ -79,7 +79,7 @@ def capture(
 
     Nothing is computed and nothing of the model changes; its mode is put back. A model whose first call changes it and
     whose later calls do not keeps those changes, as after a plain call (`settled`). Tensors whose dimension `dim`
-    equals the batch (the first such tensor's) are split over replicas, others shared.
+    equals the batch (the first such tensor's) are split over replicas, others shared; with None all are shared.
 
     Args:
         training: capture the training graph (else the evaluation graph).
@@ -94,7 +94,9 @@ def capture(
     """
     register_caches()
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    call = ExportRequest(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers, compiling=compiling)
+    check_dense(leaves, model.named_buffers())
+    batch = batch_of(leaves, dim)
+    call = ExportRequest(model, leaves, in_spec, batch, dim or 0, training, numbers, compiling=compiling)
     with as_tensors(numbers) as tensors, _said_once(call.said):
         settled: tuple[Change, ...] = ()
         try:
@@ -139,9 +141,27 @@ def _said_once(said: Sequence[str]) -> Iterator[None]:
         sys.stderr.write(max(said, key=lambda text: text.count("\n"), default=""))
 
 
-def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
-    """Samples in one step: the size along `dim` of the first tensor that has it; None without one."""
+def batch_of(leaves: Sequence[Any], dim: int | None = 0) -> int | None:
+    """Samples in one step: the size along `dim` of the first tensor that has it; None without one, or without `dim`."""
+    if dim is None:
+        return None
     return next((leaf.shape[dim] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > dim), None)
+
+
+def check_dense(leaves: Sequence[Any], buffers: Iterable[tuple[str, Tensor]] = ()) -> None:
+    """Refuse tensors that are not dense, of which devices cannot hold a part.
+
+    Raises:
+        CaptureError: an input or a buffer is sparse or nested.
+    """
+    given = ((f"input {place}", leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    for name, tensor in (*given, *buffers):
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"{name}, of shape {list(tensor.shape)}, is no dense tensor ({tensor.layout}), and devices are sent "
+                "parts of dense ones only; make it dense (to_dense()), or bring its indices and values as two tensors "
+                "and add them up in the forward (index_add)"
+            )
 
 
 def _check_inputs(call: ExportRequest, first: Exported, tensors: Sequence[Tensor]) -> None:

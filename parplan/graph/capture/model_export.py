@@ -263,8 +263,16 @@ def _export(call: ExportRequest, given: Any, equal: EqualBlocks | None) -> Expor
         reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
         if isinstance(error, GuardOnDataDependentSymNode):
             reason = "a branch is data-dependent: values of tensors decide it, which differ from call to call"
+            buffer = _read_buffer(model.get_submodule(layer), line)
+            if buffer is not None:
+                reason = (
+                    f"a branch is data-dependent: the buffer {buffer!r} decides it, whose value may change; keep a "
+                    "flag as a Python attribute, and a position as a tensor (self.queue.index_copy_)"
+                )
             if any("torch/distributions/" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
                 reason = "torch.distributions checks values of tensors; pass it validate_args=False"
+            if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__)):
+                reason = _MASK
         where = f"{layer}: " if layer else ""
         text = f"{type(model).__name__} cannot be captured: {where}{reason}\n"
         kind = _UNKNOWN_TYPE.search(str(error))
@@ -310,9 +318,21 @@ _PARTS = (_ATEN.slice.Tensor, _ATEN.alias.default)
 _OF_SIZES = frozenset(
     (_ATEN.sym_size, _ATEN.sym_numel, _ATEN.sym_stride, _ATEN._assert_scalar, torch.ops.parplan.equal_block)
 )
+
+
+def _read_buffer(module: nn.Module, line: str) -> str | None:
+    """The buffer of a module that a line of its forward reads: a flag or a pointer that is kept as a tensor."""
+    own = dict(module.named_buffers(recurse=False))
+    return next((name for name in re.findall(r"\bself\.(\w+)", line) if name in own), None)
+
+
 _UNTRACEABLE = (
     "  torch.export must be able to trace the forward; branches on tensor values are the usual cause "
     "(use torch.where, or move them out of the model)"
+)
+_MASK = (
+    "nn.Transformer looks at a mask's values to see whether it is causal; say so in the call, for every mask: "
+    "src_is_causal=False, tgt_is_causal=True (is_causal=... of TransformerEncoder, tgt_is_causal=... of the decoder)"
 )
 # An object among the arguments or the results of which pytree does not know that it holds tensors.
 _UNKNOWN_TYPE = re.compile(r"Found <class '([^']+)'> in output|nsupported input type <class '([^']+)'>")

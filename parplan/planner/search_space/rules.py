@@ -79,10 +79,11 @@ def r1_batch(
     if batch % replicas or units % replicas:
         whole = batch if batch % replicas else units
         equal = f" in equal parts, which {passes} passes need" if uneven and passes > 1 else ""
+        none = ", as of inputs without samples," if batch == 1 else ""
         raise RuleError(
             "R1",
             layer,
-            f"a batch of {whole} cannot be split over {replicas} replicas{equal}; "
+            f"a batch of {whole}{none} cannot be split over {replicas} replicas{equal}; "
             f"{_choices(whole, replicas, max_replicas)}",
         )
 

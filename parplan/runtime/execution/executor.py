@@ -16,7 +16,7 @@ from parplan.runtime.execution.buffer_sync import BufferBroadcast
 from parplan.runtime.execution.dispatch import Dispatch, Inline
 from parplan.runtime.execution.module_hooks import HookCalls
 from parplan.runtime.execution.parameter_store import Store
-from parplan.runtime.execution.random_state import SeededOps, draws_any
+from parplan.runtime.execution.random_state import OwnDraws, SeededOps, draws_any
 from parplan.runtime.execution.segment_cache import SegmentCache, written_buffers
 from parplan.runtime.execution.timeline import Recorder
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
@@ -111,6 +111,11 @@ class Executor:
             known = ParameterAliases(list(self.store.trainable.values()))
             self._aliases = weakref.ref(known)
         return known
+
+    def own_draws(self) -> OwnDraws:
+        """The random numbers of one forward of this process."""
+        places = {self.transport.physical(device) for device in self.transport.owned} if self.seeded.apart else ()
+        return self.seeded.own_draws(places)
 
     def recorded(self, recorder: Recorder) -> Executor:
         """An executor of the same program with the same parameters that tells of its activities."""

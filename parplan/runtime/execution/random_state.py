@@ -1,15 +1,19 @@
 """Random numbers that devices have to draw alike, or apart from each other.
 
-A device draws from its own generator as any module does, and so do replicas, which work on different samples. Two cases
-need more. Devices that compute the same thing redundantly must draw the same numbers, or their copies differ. Shards of
-one replica must draw different ones even where their processes were seeded alike, or a mask repeats across the shards.
-Such ops draw from a generator set to a seed made of the call's seed, which all processes share, of the op, and of the
-row and column of the grid that the result differs by.
+In one process a device draws from the process's generator as any module does, and so do replicas, which work on
+different samples. Three cases need more. Processes that were seeded alike (`torch.manual_seed(0)` in every script)
+would draw the same for their different samples, where the plain model's samples draw apart: in one of several processes
+a forward draws from a stream that the process's number is folded into. Devices that compute the same thing redundantly
+must draw the same numbers, or their copies differ. Shards of one replica must draw different ones even where their
+processes were seeded alike, or a mask repeats across the shards. Ops of these last two kinds draw from a generator set
+to a seed made of the call's seed, which all processes share, of the op, and of the row and column of the grid that the
+result differs by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +26,7 @@ from parplan.graph.packed_sequences import RNN_PACKED
 from parplan.graph.sites import site_of
 from parplan.plan import Strategy
 
-__all__ = ["SeededOps", "draws_any"]
+__all__ = ["OwnDraws", "SeededOps", "draws_any"]
 
 aten = torch.ops.aten
 
@@ -46,13 +50,19 @@ _SEEDS = 1 << 63
 class SeededOps:
     """The ops of a program that draw from a generator seeded for each call, device and micro-batch.
 
+    Args:
+        rank: this process's number, where what it draws alone has to differ from what others draw that were seeded
+            alike; None where there are no others, or it need not.
+
     Attributes:
         any: whether there is such an op, so that each call needs a seed.
+        apart: whether the process draws from a stream of its own, so that each call needs a seed.
         seed: of this call; the same in every process.
+        local_seed: the seed that this process drew itself.
         micro_batch: number of the one that is running, so that all draw different numbers.
     """
 
-    def __init__(self, graph: LayerGraph, strategies: Mapping[str, Strategy]) -> None:
+    def __init__(self, graph: LayerGraph, strategies: Mapping[str, Strategy], rank: int | None = None) -> None:
         order = [node.name for layer in graph.layers.values() for node in layer.nodes]
         self._index = {name: index for index, name in enumerate(order)}
         self._limit = 1 + max((len(strategy.devices) for strategy in strategies.values()), default=0)
@@ -60,9 +70,16 @@ class SeededOps:
         self._layers = {
             name for name, layer in graph.layers.items() if any(_joint(layer, strategies[name], n) for n in layer.nodes)
         }
+        self._rank = rank or 0
         self.any = bool(self._layers)
-        self.seed = 0
+        self.apart = rank is not None and draws_any(graph, graph.layers)
+        self.seed = self.local_seed = 0
         self.micro_batch = 0
+
+    def own_draws(self, places: Iterable[torch.device]) -> OwnDraws:
+        """The stream that this process draws from in one forward, on devices that live in `places`."""
+        seed = (self.local_seed - (self._rank + 1) * _STRIDE) % _SEEDS  # places of ops count upwards from the seed
+        return OwnDraws(seed if self.apart else None, places)
 
     def apply(self, code: fx.GraphModule, part: LocalLayer, row: int) -> None:
         """Let the ops of one device's part of a layer draw from the generator that is theirs."""
@@ -86,8 +103,7 @@ class SeededOps:
     def _seeded(self, op: Callable[..., Any], place: int) -> Callable[..., Any]:
         def seeded(*args: Any, **kwargs: Any) -> Any:
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
-            cuda = device.type == "cuda"
-            generator = torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
+            generator = _generator(device)
             state = generator.get_state()
             own = self.micro_batch * self._places + place + 1
             generator.manual_seed((self.seed + own * _STRIDE) % _SEEDS)
@@ -97,6 +113,42 @@ class SeededOps:
                 generator.set_state(state)
 
         return seeded
+
+
+class OwnDraws:
+    """A stream of random numbers of one forward; while it is entered the default generators stand in it.
+
+    Args:
+        seed: where it begins; None: the generators stay the caller's.
+        places: of the devices that draw, beside the CPU.
+    """
+
+    def __init__(self, seed: int | None, places: Iterable[torch.device]) -> None:
+        known = {place: _generator(place) for place in (torch.device("cpu"), *places)} if seed is not None else {}
+        self._generators = list(dict.fromkeys(known.values()))
+        self._states: list[torch.Tensor] = []
+        self._seed = seed or 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Draw from the stream, from where it was left; the caller's generators are as they were afterwards."""
+        callers = [generator.get_state() for generator in self._generators]
+        for number, generator in enumerate(self._generators):
+            if self._states:
+                generator.set_state(self._states[number])
+            else:
+                generator.manual_seed(self._seed)
+        try:
+            yield
+        finally:
+            self._states = [generator.get_state() for generator in self._generators]
+            for generator, state in zip(self._generators, callers, strict=True):
+                generator.set_state(state)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The generator that ops on a device draw from by default."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
 
 def draws_any(graph: LayerGraph, layers: Iterable[str]) -> bool:

@@ -113,6 +113,7 @@ class Run:
         self._reached: Set[str] | None = None  # slots that have a gradient in some process; None: all
         self._touched: set[str] = set()  # parameters that this process has a gradient of
         self._kept = kept
+        self._random_state = executor.own_draws()
         self._late: dict[str, Tensor] = {}  # values of buffers that are assigned when the call is over
 
     @property
@@ -154,21 +155,25 @@ class Run:
 
     def go_forward(self, steps: Iterable[Forward], parts: SlotParts, record: bool) -> None:
         """Take forward steps."""
+        with self._random_state.entered():
+            for step in steps:
+                self._step_forward(step, parts, record)
+
+    def _step_forward(self, step: Forward, parts: SlotParts, record: bool) -> None:
         executor = self._executor
-        for step in steps:
-            if isinstance(step, Transfer):
-                parts.start(step, parts.get(step.source))
-            elif isinstance(step, Split):
-                self._split(parts, step.source, step.targets, step)
-            elif isinstance(step, Join):
-                self._join(parts, step.sources, step.target, step)
-            else:
-                executor.seeded.micro_batch = step.turn or 0
-                executor.each(step, partial(self._compute, step, parts=parts, record=record))
-                executor.done(step)
-            for slot in executor.last_reads[id(step)]:
-                if slot not in self._kept:
-                    parts.drop(slot)
+        if isinstance(step, Transfer):
+            parts.start(step, parts.get(step.source))
+        elif isinstance(step, Split):
+            self._split(parts, step.source, step.targets, step)
+        elif isinstance(step, Join):
+            self._join(parts, step.sources, step.target, step)
+        else:
+            executor.seeded.micro_batch = step.turn or 0
+            executor.each(step, partial(self._compute, step, parts=parts, record=record))
+            executor.done(step)
+        for slot in executor.last_reads[id(step)]:
+            if slot not in self._kept:
+                parts.drop(slot)
 
     def _split(self, parts: SlotParts, whole: str, pieces: Sequence[str | None], step: Split | Join) -> None:
         """The passes' parts of a value of the whole batch, or of its gradient; None: not wanted."""

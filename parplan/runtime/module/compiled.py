@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
 from parplan.compat import FakeTensor, in_functional_transform, pytree
-from parplan.errors import PlanError, RuntimeFailure
+from parplan.errors import RuntimeFailure
 from parplan.graph.attributes.input_checks import InputCheck
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.lowering.program import Program
@@ -68,7 +69,10 @@ class Compiled(Wrapped):
             one entry per replica, each of the replica's own samples, as `nn.DataParallel` gives it (under torchrun
             each process its own number).
         inputs: under torchrun, every process brings its "own" samples; or the shards of one replica of the plan's
-            first layer bring the same ones as a "group", which then need not be gathered, and get the same results.
+            first layer bring the same ones as a "group", which then need not be gathered, and get the same results;
+            or no dimension holds samples and all processes bring the "same" inputs.
+        same_draws: under torchrun, True lets processes that were seeded alike draw the same random numbers (dropout)
+            for their different samples, as under DistributedDataParallel.
         dropout: False switches dropout off, for comparisons.
         threads: True gives every logical device of this process a thread of its own that runs its work; a function of
             the device's number is called first in each of them. False: the caller's thread runs all devices in turn.
@@ -93,19 +97,14 @@ class Compiled(Wrapped):
         batch_norm: str = "global",
         scalars: str = "whole",
         inputs: str = "own",
+        same_draws: bool = False,
         dropout: bool = True,
         threads: ThreadsOption = False,
         group: dist.ProcessGroup | None = None,
         check: str = "first",
     ) -> None:
         super().__init__(module)
-        _one_of("batch_norm", batch_norm, "global", "local")
-        _one_of("scalars", scalars, "whole", "per_replica")
-        _one_of("inputs", inputs, "own", "group")
-        if inputs == "group" and scalars == "per_replica":
-            raise PlanError(
-                'inputs="group" has no number per process to give for scalars="per_replica"; use one of them'
-            )
+        options = Options.of(batch_norm, scalars, inputs, dim, same_draws=same_draws, dropout=dropout, threads=threads)
         self.program: Program | None = None
         self.predict_times: Callable[[LayerGraph, Plan], Expected] | None = None
         self.report: Any = None
@@ -114,21 +113,14 @@ class Compiled(Wrapped):
         self._latest: Captured | None = None
         self._given: dict[str, Any] = {
             "devices": devices, "output_device": output_device, "dim": dim, "batch_norm": batch_norm, "group": group,
-            "scalars": scalars, "inputs": inputs, "dropout": dropout, "threads": threads, "check": check,
+            "scalars": scalars, "inputs": inputs, "same_draws": same_draws, "dropout": dropout, "threads": threads,
+            "check": check,
         }  # fmt: skip
         self._planner = planner
         self._transport = transport_for(devices, group)
-        self._dim = dim
+        self._dim = options.dim
         self._output_device = existing(output_device) if output_device is not None else None
-        options = Options(
-            dim=dim,
-            output=logical(self._output_device, self._transport),
-            global_statistics=batch_norm == "global",
-            per_replica=scalars == "per_replica",
-            dropout=dropout,
-            groups=inputs == "group",
-            threads=threads,
-        )
+        options = replace(options, output=logical(self._output_device, self._transport))
         self._captures = Captures(module, planner, self._transport, options)
         self._programs = self._captures.programs
         self._self_check = SelfCheck(module, self._captures, self._transport, options, check)
@@ -226,7 +218,7 @@ class Compiled(Wrapped):
         graph, program = captured.graph, executor.program
         found = moments(captured, program.staged, early)
         assert program.staged is not None  # else there are no moments
-        axes = sample_axes(graph, self._dim)
+        axes = sample_axes(graph, call.dim)
         step = StagedStep(
             executor,
             lambda r: self._nested(graph, program, r, call),
@@ -445,8 +437,3 @@ class Compiled(Wrapped):
             "a compiled model is not pickled; save model.state_dict() and model.plan.to_json(), and compile with "
             "plan=... when it is loaded"
         )
-
-
-def _one_of(name: str, value: str, *known: str) -> None:
-    if value not in known:
-        raise PlanError(f"{name} is {value!r}; it is {' or '.join(chr(34) + word + chr(34) for word in known)}")

@@ -5,18 +5,31 @@ Under torchrun a process may hold slices only; the state that is saved and loade
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
+from parplan.compat import parallel_wrapper
+from parplan.errors import RuntimeFailure
 from parplan.runtime.sharded_state.cutting import Sharding, gathered
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from parplan.runtime.transport.base import Transport
+
 __all__ = ["Wrapped"]
+
+_REPLACED = (
+    "a compiled model is wrapped in {wrapper}, which parplan replaces: use the compiled model itself; for accelerate, "
+    "adopt it first (parplan.integrations.accelerate.adopt)"
+)
 
 
 class Wrapped(nn.Module):
@@ -25,6 +38,29 @@ class Wrapped(nn.Module):
     Args:
         module: the model; its parameters and buffers stay its own.
     """
+
+    _transport: Transport
+    # Accelerate's autocast keeps a model's forward there; declared, as what is not goes to the module.
+    _original_forward: Any = None
+
+    def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Self:
+        """An instance of a class of its own, which has the module's name and the signature of its forward.
+
+        Trainers ask a model's class which arguments its forward takes, and by its name what kind of model it is.
+        """
+        try:
+            signature = inspect.signature(module.forward)
+        except (AttributeError, TypeError, ValueError):  # no module, or one whose forward is not Python
+            return super().__new__(cls)
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return cls.forward(self, *args, **kwargs)
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        given = [p for p in signature.parameters.values() if p.name != "self"]
+        forward.__signature__ = signature.replace(parameters=[own, *given])  # type: ignore[attr-defined]
+        members = {"forward": forward, "__signature__": signature, "__module__": cls.__module__, "__doc__": cls.__doc__}
+        return super().__new__(type(type(module).__name__, (cls,), members))
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -160,6 +196,8 @@ class Wrapped(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what is this one's own here, and anything else on the module, where `__getattr__` reads it."""
+        if name == "__class__":  # what fully_shard ends with
+            raise RuntimeFailure(_REPLACED.format(wrapper=value.__name__))
         own = "_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
         if own:
             super().__setattr__(name, value)
@@ -167,10 +205,51 @@ class Wrapped(nn.Module):
             setattr(self.module, name, value)
 
     def __repr__(self) -> str:
-        """The module's text, under this class's name."""
-        return f"{type(self).__name__}({self.module!r})"
+        """The module's text, as that of a compiled one."""
+        return f"Compiled({self.module!r})"
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """DistributedDataParallel's accumulation of gradients over several backwards, by code that is written for it.
+
+        Each backward within exchanges its gradients too: their mean over processes is linear, so that the sum is, once
+        the last backward is done, what one exchange of the accumulated gradients gives. All processes have to make
+        equally many backwards.
+        """
+        yield
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Accelerate's question whether it leaves a model as it is, rather than wrap it for several processes.
+
+        Raises:
+            RuntimeFailure: accelerate runs several processes, which the model was compiled too early to know of.
+        """
+        accelerate: Any = sys.modules.get("accelerate.state")
+        if accelerate is None or self.__dict__.get("_left_alone", False):
+            return True
+        state = accelerate.AcceleratorState()
+        if state.num_processes > 1 and self._transport.processes == 1:
+            raise RuntimeFailure(
+                f"the model was compiled for one process before accelerate joined {state.num_processes}; make the "
+                "Accelerator (TrainingArguments) first, then compile"
+            )
+        return bool(state.num_processes > 1 and state.mixed_precision == "no")
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        self.__dict__["_left_alone"] = prepared
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert the module."""
         self.module._apply(fn, recurse)
         return self
+
+
+def _refuse_wrapper(parent: nn.Module, name: str, part: nn.Module | None) -> None:
+    """Refuse a wrapper of torch's around a compiled model, before it has done anything."""
+    if isinstance(part, Wrapped) and (wrapper := parallel_wrapper(parent)):
+        raise RuntimeFailure(_REPLACED.format(wrapper=wrapper))
+
+
+register_module_module_registration_hook(_refuse_wrapper)

@@ -26,7 +26,7 @@ from parplan.plan import Plan
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.programs.planned_memory import PlannedMemory
 from parplan.runtime.programs.program_cache import Captured, Options, Programs
-from parplan.runtime.programs.sample_axes import check_own_samples
+from parplan.runtime.programs.sample_axes import check_own_samples, no_own_samples
 from parplan.runtime.transport.base import Transport
 
 __all__ = ["Captures", "Planner"]
@@ -294,16 +294,15 @@ class Captures:
         with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(*[lambda tensor: tensor] * 2):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
             kind = self._modes(training), str(call.spec)
-            graph = capture(
-                self._module,
-                args,
-                kwargs,
-                training=training,
-                dim=self._dim,
-                numbers=numbers,
-                compiling=kind in self._compiling or None,
-                settle=settle,
-            )
+            how: dict[str, Any] = {"training": training, "dim": self._dim, "numbers": numbers, "settle": settle}
+            how["compiling"] = kind in self._compiling or None
+            try:
+                graph = capture(self._module, args, kwargs, **how)
+            except CaptureError as error:
+                if self._transport.processes == 1 or batch in (None, call.batch):
+                    raise
+                capture(self._module, *call.arguments, **{**how, "settle": False})  # its own error is about own shapes
+                raise no_own_samples(call, batch, str(error)) from error
         if graph.compiling:
             self._compiling.add(kind)
         if self._transport.processes > 1 and not self._grouped:

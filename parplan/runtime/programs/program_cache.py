@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Block, Grid
+from parplan.layout import Block, Grid, shape_of
 from parplan.lowering.lower import lower
 from parplan.lowering.passes import early_periods
 from parplan.lowering.program import Program
@@ -45,15 +46,45 @@ KEPT_PROGRAMS = 32
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a compiled model; see `Compiled`."""
+    """Options of a compiled model; see `Compiled`. Without `dim` inputs hold no samples."""
 
-    dim: int = 0
+    dim: int | None = 0
     output: int = 0
     global_statistics: bool = True
     per_replica: bool = False
     dropout: bool = True
     groups: bool = False
+    same_draws: bool = False
     threads: ThreadsOption = False
+
+    @classmethod
+    def of(cls, batch_norm: str, scalars: str, inputs: str, dim: int, **others: Any) -> Options:
+        """The options that a user's words ask for.
+
+        Raises:
+            PlanError: an unknown word, or two that exclude each other.
+        """
+        _one_of("batch_norm", batch_norm, "global", "local")
+        _one_of("scalars", scalars, "whole", "per_replica")
+        _one_of("inputs", inputs, "own", "group", "same")
+        if inputs != "own" and scalars == "per_replica":
+            raise PlanError(
+                f'inputs="{inputs}" has no number per process to give for scalars="per_replica"; use one of them'
+            )
+        if inputs == "same" and dim:
+            raise PlanError(f'inputs="same" says that inputs hold no samples, and dim={dim} where they lie; use one')
+        return cls(
+            dim=None if inputs == "same" else dim,
+            global_statistics=batch_norm == "global",
+            per_replica=scalars == "per_replica",
+            groups=inputs == "group",
+            **others,
+        )
+
+
+def _one_of(name: str, value: str, *known: str) -> None:
+    if value not in known:
+        raise PlanError(f"{name} is {value!r}; it is {' or '.join(chr(34) + word + chr(34) for word in known)}")
 
 
 @dataclass
@@ -64,7 +95,7 @@ class Captured:
         seeded: ops whose random numbers devices draw together.
         supposed: the program of a few samples per process, which says what each holds of the parameters.
         exchanges: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
-        moves: whether values are moved between processes.
+        compares: why inputs without samples have to be the same in all processes; empty where they need not.
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
         checked: for which grad modes it has been compared with the plain module (runtime/self_check/check.py).
         batches: numbers of samples at which another capture was the same graph, where none other says so.
@@ -77,7 +108,7 @@ class Captured:
     supposed: Program | None = None
     exchanges: bool = True
     groups: Grid | None = None
-    moves: bool = False
+    compares: str = ""
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
     checked: set[bool] = field(default_factory=set)
     batches: set[int] = field(default_factory=set)
@@ -92,6 +123,10 @@ class Captured:
         graph = self.graph
         names = (name for name in graph.user_inputs if name is not None and name not in graph.batch_dims)
         return frozenset(name for name in names if graph.consumers(name))
+
+    def splits_gradient(self, name: str, processes: int) -> bool:
+        """Whether processes have parts of the gradient of an input without samples, and not each that of its loss."""
+        return any(self.strategies[layer].replicas != processes for layer in self.graph.consumers(name))
 
     @cached_property
     def nbytes(self) -> GraphBytes:
@@ -135,6 +170,7 @@ class Programs:
         self._options = options
         self._dispatch = dispatch_for(options.threads, transport)
         self._held: dict[str, Mapping[int, Block]] = {}
+        self._readers: dict[str, Strategy] = {}  # of the first layer that read each parameter
         self.sharding: Sharding | None = None
         self.sync: BufferSync | None = None
         self.copies: Copies = {}
@@ -154,14 +190,23 @@ class Programs:
 
     def know(self, graph: LayerGraph, plan: Plan) -> Captured:
         """A captured graph, ready to be lowered by `plan`."""
-        strategies = strategies_for(graph, plan)
-        seeded = SeededOps(graph, strategies)
+        paths = graph.parameters
+        held = {name: self._readers[path] for name, path in paths.items() if path in self._readers}
+        strategies = strategies_for(graph, plan, held)
+        for layer in graph.layers.values():
+            for name in layer.parameters:
+                self._readers.setdefault(paths[name], strategies[layer.name])
+        apart = self._transport.processes > 1 and not self._options.same_draws
+        seeded = SeededOps(graph, strategies, self._transport.rank if apart else None)
         known = Captured(graph, strategies, plan.scheme, seeded, groups=self.groups(plan))
         if known.groups is not None and known.groups.replicas > 1:
             check_own_samples(graph)
         known.supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes, self._options)
-        known.moves = bool(known.supposed.transfers)
-        known.exchanges = known.moves or seeded.any or known.groups is not None
+        if self._options.dim is None:
+            known.compares = 'inputs="same" says that all bring the same'
+        elif known.supposed.transfers:
+            known.compares = "this plan moves values between them, so that each would meet another one's"
+        known.exchanges = bool(known.compares) or seeded.any or known.groups is not None
         return known
 
     def hold(self, captured: Captured) -> None:
@@ -190,10 +235,10 @@ class Programs:
                 if not known:
                     reason = "was no parameter of its own at the first call (a tie that is broken since?)"
                 else:
-                    reason = f"is held as {known} since the first call, and this call needs {blocks}"
+                    reason = f"is held {_places(known)} since the first call, and this call needs it {_places(blocks)}"
                 raise RuntimeFailure(
-                    f"{name} {reason}; call the model in training mode first, with the inputs it is trained with, or "
-                    "build the model anew, compile it, and load state_dict()"
+                    f"{name} {reason}; call the model in training mode first, with the inputs it is trained with, pin "
+                    "what reads it to the same devices, or build the model anew, compile it, and load state_dict()"
                 )
         if held.items() <= self._held.items():  # for calls with gradients, too
             captured.supposed = None
@@ -268,3 +313,12 @@ class Programs:
             dispatch=self._dispatch if hooks else None,
             hooks=hooks,
         )
+
+
+def _places(blocks: Mapping[int, Block]) -> str:
+    """The devices that hold blocks of a parameter, by the shape of the block, as an error names them."""
+    devices: dict[tuple[int, ...], list[int]] = {}
+    for device, block in blocks.items():
+        devices.setdefault(shape_of(block), []).append(device)
+    told = (f"as {list(shape)} on devices {', '.join(map(str, found))}" for shape, found in devices.items())
+    return " and ".join(told) or "nowhere"

@@ -56,17 +56,18 @@ def exchange_facts(
             another process's inputs.
     """
     own = call.batch if call.batch is not None else 1
-    seed = int(torch.randint(1 << 62, ()).item()) if captured.seeded.any else 0
+    seeded = captured.seeded
+    seed = seeded.local_seed = int(torch.randint(1 << 62, ()).item()) if seeded.any or seeded.apart else 0
     if transport.processes == 1:
-        captured.seeded.seed = seed
+        seeded.seed = seed
         call.check(own)
         return Agreement((own,), (wish,))
     if not captured.exchanges:
         return Agreement((own,) * transport.processes, None)  # a rank may have no samples, and not know the others'
     graph, reads = captured.graph, captured.graph.reads
-    given = zip(graph.user_inputs, call.leaves, strict=True) if captured.moves else ()
+    given = zip(graph.user_inputs, call.leaves, strict=True) if captured.compares else ()
     shared = {str(n): leaf for n, leaf in given if n in captured.shared_inputs and isinstance(leaf, Tensor)}
-    checksum = _checksum(shared, call) if captured.moves else 0
+    checksum = _checksum(shared, call) if captured.compares else 0
     kind = zlib.crc32(repr(call.signature).encode())
     agreed = transport.gather(own, seed, kind, reads.digest, int(refused), checksum, int(wish))
     refusing = [str(rank) for rank, (_, _, _, _, refuses, *_) in enumerate(agreed) if refuses]
@@ -75,7 +76,7 @@ def exchange_facts(
             f"rank {transport.rank}: the model refuses the inputs of rank {', '.join(refusing)}, whose error says why; "
             "the step has not run on any rank"
         )
-    captured.seeded.seed = agreed[0][1]
+    seeded.seed = agreed[0][1]
     sizes = tuple(size for size, *_ in agreed)
     digests: dict[int, set[int]] = defaultdict(set)
     for _, _, signature, reading, *_ in agreed:
@@ -85,13 +86,7 @@ def exchange_facts(
             f"rank {transport.rank}: the forward reads attributes of the model that are not the same on all ranks; set "
             f"them alike (here: {reads.text})"
         )
-    if len({other for *_, other, _ in agreed}) > 1:
-        names = " and ".join(map(repr, shared)) or "an argument that is no tensor"
-        raise RuntimeFailure(
-            f"{names} of {graph.model} has no samples and differs between processes, while this plan moves "
-            "values between them, so that each would meet another one's; bring the same on all processes, give it one "
-            f"entry per sample (along dimension {call.dim}), or use a plan in which processes exchange gradients alone"
-        )
+    _check_shared(transport, captured, call, shared, len({other for *_, other, _ in agreed}) == 1)
     if captured.groups is None:
         _check_branches(captured, sizes, serves)
     else:
@@ -109,6 +104,30 @@ def exchange_facts(
             )
     call.check(sum(sizes))
     return Agreement(sizes, tuple(bool(wishes) for *_, wishes in agreed))
+
+
+def _check_shared(
+    transport: Transport, captured: Captured, call: ModelCall, shared: Mapping[str, Tensor], alike: bool
+) -> None:
+    """Refuse inputs without samples that are not `alike` on all processes, or whose gradients lie there in parts."""
+    model = captured.graph.model
+    if not alike:
+        names = " and ".join(map(repr, shared)) or "an argument that is no tensor"
+        apart = 'compile with inputs="own"'
+        if captured.graph.batch is not None:
+            apart = f"give it one entry per sample (along dimension {call.dim}), "
+            apart += "or use a plan in which processes exchange gradients alone"
+        raise RuntimeFailure(
+            f"{names} of {model} has no samples and differs between processes, while {captured.compares}; bring the "
+            f"same on all processes, or {apart}"
+        )
+    trained = (name for name, leaf in shared.items() if leaf.requires_grad and torch.is_grad_enabled())
+    for name in trained:
+        if captured.splits_gradient(name, transport.processes):
+            raise RuntimeFailure(
+                f"{name!r} of {model} has no samples and needs a gradient, of which each process would have a part "
+                "only under this plan; bring it detached, or make it a parameter of the model"
+            )
 
 
 def _check_branches(captured: Captured, sizes: Sequence[int], serves: Callable[[int], bool] | None) -> None:

@@ -16,8 +16,9 @@ from parplan.errors import CaptureError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range
 from parplan.lowering.passes import local_ranges, take
+from parplan.runtime.calls import ModelCall
 
-__all__ = ["SampleAxis", "check_own_samples", "result_axis"]
+__all__ = ["SampleAxis", "check_own_samples", "no_own_samples", "result_axis"]
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,13 @@ def check_own_samples(graph: LayerGraph) -> None:
     Raises:
         CaptureError: an input indexes samples, or a result has no dimension of samples.
     """
-    found = [str(use) for use in graph.sample_indices[:_SHOWN]]
-    if found:
+    if graph.sample_indices:
+        first, *more = graph.sample_indices
         raise CaptureError(
-            f"{graph.model}: {'; '.join(found)}. Under torchrun each process counts its own samples from 0, and the "
-            "model sees those of all processes, so these positions would point at another process's samples. Let all "
-            'processes bring the same batch (inputs="group" with a plan whose first layer has 1 replica), run the plan '
-            "in one process, or let the model compute the positions itself (torch.arange, a padded [samples, length] "
-            "input instead of offsets)"
+            f"{graph.model}: {first}{f', as {len(more)} more ops do' if more else ''}. {_OWN} and counts them from 0, "
+            "and the model sees those of all processes, so these positions would point at another process's samples. "
+            f"{_SAME}; {_ONE_BATCH}, run the plan in one process, or let the model compute the positions itself "
+            "(torch.arange, a padded [samples, length] input instead of offsets)"
         )
     if graph.sized:
         raise CaptureError(
@@ -92,9 +92,30 @@ def check_own_samples(graph: LayerGraph) -> None:
         raise CaptureError(
             f"{graph.model}: result {result.result}, made by {result.layer}, grows with the batch, but no dimension of "
             f"it is known to hold the samples ({why}), so no process can be given its own; {remedy}, reduce it inside "
-            'the model (a loss), let all processes bring the same batch (inputs="group" with a plan whose first layer '
-            "has 1 replica), or run the plan in one process"
+            f"the model (a loss), {_ONE_BATCH}, or run the plan in one process. {_SAME}"
         )
 
 
+def no_own_samples(call: ModelCall, whole: int, text: str) -> CaptureError:
+    """The error of a model that can be called with one process's inputs, and not with those of all.
+
+    Args:
+        whole: samples of all processes.
+        text: the error of the capture with so many; behind its second line it doubts the example inputs.
+    """
+    where = "\n".join(text.splitlines()[:2])
+    own = " and ".join(dict.fromkeys(str(list(leaf.shape)) for leaf in call.tensors if call.has_samples(leaf)))
+    return CaptureError(
+        f"{_OWN}: here {call.batch} of {whole} along dimension {call.dim}, of inputs of shape {own}. The model can be "
+        f"called with these, and not with those of all processes together. {_SAME}; where samples lie along another "
+        f"dimension, say which (dim=...), and bring all inputs with samples there.\n{where}"
+    )
+
+
+_OWN = "Under torchrun every process brings its own samples"
+_SAME = (
+    "Where these inputs are no samples (a whole graph, one state), let all processes bring the same ones and compile "
+    'with inputs="same"'
+)
+_ONE_BATCH = 'let all bring the same batch (inputs="group" with a plan whose first layer has 1 replica)'
 _SHOWN = 3

@@ -76,7 +76,7 @@ class Batch:
 
     def shares_input(self, position: int) -> bool:
         """Whether several processes hold the same input, so that each has a part of its gradient."""
-        return self.processes > 1 and not self.whole.has_samples(self.whole.leaves[position])
+        return self.processes > 1 and not self.own.has_samples(self.own.leaves[position])
 
     def _axes(self, graph: LayerGraph) -> list[SampleAxis | None]:
         """Per result that is a tensor, where it has samples."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from parplan.errors import CaptureError
@@ -96,9 +97,12 @@ def test_large_inputs_take_no_memory() -> None:
         ([torch.tensor(1.0), rand(5)], 0, 5),
         ([torch.tensor(1.0)], 0, None),
         ([], 0, None),
+        ([rand(4, 2)], None, None),
     ],
 )
-def test_the_batch_is_that_of_the_first_tensor_that_has_one(leaves: list[Any], dim: int, batch: int | None) -> None:
+def test_the_batch_is_that_of_the_first_tensor_that_has_one(
+    leaves: list[Any], dim: int | None, batch: int | None
+) -> None:
     assert batch_of(leaves, dim) == batch
 
 
@@ -119,6 +123,18 @@ def test_a_model_without_a_batch() -> None:
     graph = capture(nn.Softplus(), (torch.tensor(1.0),))
     assert graph.batch is None
     assert [layer.batch for layer in graph.layers.values()] == [None]
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_sparse_tensor_is_refused_with_what_to_bring(layout: str) -> None:
+    sparse = getattr(torch.eye(6), layout)()
+    with pytest.raises(CaptureError, match=r"input 0, of shape \[6, 6\], is no dense tensor .*make it dense"):
+        capture(nn.Linear(6, 2), (sparse,))
+    model = nn.Linear(6, 2)
+    model.register_buffer("adjacency", sparse)
+    with pytest.raises(CaptureError, match=r"^adjacency, of shape"):
+        capture(model, (torch.ones(6, 6),))
 
 
 def test_a_tensor_that_has_the_batch_size_by_chance_is_shared() -> None:
@@ -284,9 +300,19 @@ class WrongShape(nn.Module):
         return self.fc(x)
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.encoder(x.unsqueeze(-1).expand(-1, -1, 4), x @ x.mT)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (Masked, r"encoder: nn\.Transformer looks at a mask's values to see whether it is causal; say so in the call"),
         (Branches, r"Branches cannot be captured: .*data-dependent(.|\n)*test_capture\.py:\d+: if x\.sum\(\) > 0"),
         (Branches, r"torch\.where"),
         pytest.param(
@@ -294,8 +320,8 @@ class WrongShape(nn.Module):
             r"torch\.distributions checks values of tensors; pass it validate_args=False\n  at .*Normal\(",
             marks=only_before((2, 15), "its export makes assertions of these checks"),
         ),
-        (ChangesInput, r"changes 'x' in place\n  at .*test_capture\.py:\d+: x\.add_\(1\)"),
-        (ChangesParameter, r"the model changes 'w' in place\n  at .*self\.w\.mul_\(0\.9\)"),
+        (ChangesInput, r"changes 'x' in place; compute .*\n  at .*test_capture\.py:\d+: x\.add_\(1\)"),
+        (ChangesParameter, r"the model changes 'w' in place; compute .*\n  at .*self\.w\.mul_\(0\.9\)"),
         (Conditional, r"holds a sub-graph, which parplan does not plan yet"),
         (WrongShape, r"WrongShape cannot be captured(.|\n)*test_capture\.py:\d+: return self\.fc\(x\)"),
         (WrongShape, r"\n  the forward itself fails on the example inputs; check their number, names, shapes"),
@@ -314,3 +340,40 @@ def test_what_cannot_be_captured_is_refused_with_its_line(make: Callable[[], nn.
 def test_keyword_arguments_given_as_one_dict_are_told_apart() -> None:
     with pytest.raises(CaptureError, match=r"a dict among them is one argument: keyword arguments go into kwargs="):
         capture(WrongShape(), ({"x": torch.zeros(4, 3)},))
+
+
+class SumsOverProcesses(nn.Module):
+    """A sum over the batch that the forward adds up over processes itself, as codebooks' averages do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.sum(0)
+        dist.all_reduce(total)
+        return x - total
+
+
+def test_a_collective_in_the_forward_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(CaptureError, match=r"calls a collective itself \(all_reduce\).*\n  at .*dist\.all_reduce"):
+            capture(SumsOverProcesses(), (torch.zeros(4, 4),))
+    finally:
+        dist.destroy_process_group()
+
+
+class FlagInBuffer(nn.Module):
+    """A branch on a buffer, as codebooks that are initialised by their first samples have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("initted", torch.tensor([True]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.initted:
+            return x
+        return x * 2
+
+
+def test_a_branch_on_a_buffer_names_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), FlagInBuffer())
+    with pytest.raises(CaptureError, match=r"captured: 1: a branch is data-dependent: the buffer 'initted' decides it"):
+        capture(model, (torch.zeros(4, 4),))

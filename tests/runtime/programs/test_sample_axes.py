@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+import parplan
 from parplan.errors import CaptureError, RuntimeFailure
 from parplan.graph.capture.capture import capture
 from parplan.layout import Range
@@ -248,7 +250,65 @@ def large(rank: int, ranks: int) -> None:
         cut(x, table * (1 + rank))
 
 
+def one_graph() -> tuple[Tensor, Tensor]:
+    """Features of 5 nodes and weights of all pairs, the same on every rank."""
+    drawn = torch.Generator().manual_seed(5)
+    x, pairs = (torch.randn(5, width, generator=drawn, dtype=torch.float64) for width in (WIDTH, 5))
+    return x, pairs
+
+
+def alike(rank: int, ranks: int) -> None:
+    """Inputs that hold no samples: the plain model's results and gradients, and a refusal where ranks differ."""
+    net = Does(lambda m, x, pairs: m.out(pairs @ m.fc(x)).tanh()).double()
+    x, pairs = one_graph()
+    plain = copy.deepcopy(net)
+    model = parplan.compile(net, inputs="same", optimizer="sgd", pins=["fc=shards:2", "out=shards:2"])
+    for one in (model, plain):
+        found = one(x, pairs)
+        assert found.shape == (5, 6)
+        found.square().sum().backward()
+    same(model(x, pairs), plain(x, pairs), "one graph")
+    for (name, trained), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if other.grad is None:
+            assert trained.grad is None, name
+            continue
+        assert trained.grad is not None, name
+        same(trained.grad.full_tensor() if isinstance(trained.grad, DTensor) else trained.grad, other.grad, name)
+    strategies = model.plan.layers.values() if model.plan is not None else ()
+    assert strategies
+    assert all(strategy.replicas == 1 for strategy in strategies)
+    with pytest.raises(RuntimeFailure, match=r"differs between processes, while inputs=.same. says that all bring the"):
+        model(x * (1 + rank), pairs)
+    with pytest.raises(RuntimeFailure, match="'inputs_0' of Does has no samples and needs a gradient"):
+        model(x.clone().requires_grad_(), pairs)
+
+
+def of_all_together(rank: int, ranks: int) -> None:
+    """A model that takes one process's inputs and not those of all is refused in words about the user's own."""
+    net = Does(lambda m, x, pairs: m.out(pairs @ m.fc(x))).double()
+    x, pairs = one_graph()
+    model = Compiled(net, planner(spread(ranks, "data"), ranks))
+    with pytest.raises(CaptureError, match=rf"here 5 of {5 * ranks} along dimension 0, of inputs of shape \[5, 4\]"):
+        model(x, pairs)
+    with pytest.raises(CaptureError, match=r"^Does cannot be captured.* \[5, 3\]"):  # its own shapes do not fit
+        model(x[:, :3], pairs)
+
+
+def parts_of_a_gradient(rank: int, ranks: int) -> None:
+    """The gradient of an input that all share is the process's own, or refused where processes have parts of it."""
+    net = Does(lambda m, x, scale: m.out(m.fc(x) * scale)).double()
+    x, scale = inputs(rank, 3), torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
+    apart = Compiled(copy.deepcopy(net), planner(spread(ranks, "data"), ranks))
+    found, wanted = (torch.autograd.grad(model(x, scale).square().mean(), scale)[0] for model in (apart, net))
+    same(found, wanted, "of its own loss")
+    cut = Compiled(copy.deepcopy(net), planner(spread(ranks, "out-features"), ranks))
+    with pytest.raises(RuntimeFailure, match="'inputs_1' of Does has no samples and needs a gradient, of which each"):
+        cut(x, scale)
+    with torch.no_grad():
+        same(cut(x, scale), net(x, scale), "without gradients")
+
+
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", [merged, words, refused, shared, large])
+@pytest.mark.parametrize("case", [merged, words, refused, shared, large, alike, of_all_together, parts_of_a_gradient])
 def test_processes_get_their_own_results(case: Case) -> None:
     run_case(case, 2)
