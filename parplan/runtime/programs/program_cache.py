@@ -26,6 +26,7 @@ from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.execution.buffer_sync import BufferSync
 from parplan.runtime.execution.dispatch import ThreadsOption, dispatch_for
 from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.module_hooks import with_whole_hooks
 from parplan.runtime.execution.parameter_store import Copies, Store
 from parplan.runtime.execution.random_state import SeededOps
 from parplan.runtime.execution.segment_cache import written_buffers
@@ -154,7 +155,7 @@ class Programs:
 
     def know(self, graph: LayerGraph, plan: Plan) -> Captured:
         """A captured graph, ready to be lowered by `plan`."""
-        strategies = strategies_for(graph, plan)
+        strategies = with_whole_hooks(graph, strategies_for(graph, plan), plan.scheme, self._transport.processes)
         seeded = SeededOps(graph, strategies)
         known = Captured(graph, strategies, plan.scheme, seeded, groups=self.groups(plan))
         if known.groups is not None and known.groups.replicas > 1:
