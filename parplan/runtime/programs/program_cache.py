@@ -27,6 +27,7 @@ from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.execution.buffer_sync import BufferSync
 from parplan.runtime.execution.dispatch import ThreadsOption, dispatch_for
 from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.module_hooks import with_whole_hooks
 from parplan.runtime.execution.parameter_store import Copies, Store
 from parplan.runtime.execution.random_state import SeededOps
 from parplan.runtime.execution.segment_cache import written_buffers
@@ -196,6 +197,7 @@ class Programs:
         for layer in graph.layers.values():
             for name in layer.parameters:
                 self._readers.setdefault(paths[name], strategies[layer.name])
+        strategies = dict(with_whole_hooks(graph, strategies, plan.scheme, self._transport.processes))
         apart = self._transport.processes > 1 and not self._options.same_draws
         seeded = SeededOps(graph, strategies, self._transport.rank if apart else None)
         known = Captured(graph, strategies, plan.scheme, seeded, groups=self.groups(plan))
