@@ -148,6 +148,8 @@ def _check_shared(
                 f"{name!r} of {model} has no samples and needs a gradient, of which each process would have a part "
                 "only under this plan; bring it detached, or make it a parameter of the model"
             )
+
+
 def _refuse_other_reads(transport: Transport, captured: Captured) -> NoReturn:
     """Raise the error of forwards that read other values; every process has to call this."""
     reads = captured.graph.reads

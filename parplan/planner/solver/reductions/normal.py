@@ -128,7 +128,7 @@ class _Normal:
         if place == len(self.maxima):
             self.ranges.append((max(low for low, _ in raised), max(high for _, high in raised)))
             self.maxima.append((maximum.name, [differences[r] for r in kept]))
-        common.maxima[place] = 1.0
+        common.maxima[place] = common.maxima.get(place, 0.0) + 1.0  # the rows may have it in common already
         return self._alone(common)
 
     def _sum(self, row: Row) -> _Sum:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -76,3 +76,20 @@ def test_equal_maxima_are_one() -> None:
     assert [maximum.name for maximum in normal.maxima] == ["one", "end", "constant"]
     for choice in ((0, 0), (0, 1), (1, 0), (1, 1)):
         assert evaluate(normal, choice).objective == evaluate(problem, choice).objective
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_periods_that_are_alike_count_as_often_as_they_are(seed: int) -> None:
+    """Each period waits for the one before and adds the later of the same two ends: T has that maximum many times."""
+    rng = np.random.default_rng([37, seed])
+    nodes = tuple(Node(name, rng.random(3)) for name in "abc")
+    ends = [{v: rng.integers(1, 9, 3).astype(float)} for v in range(3)]
+    maxima = [Maximum("period 0", tuple(Row(end) for end in ends))]
+    for period in range(1, int(rng.integers(2, 6))):
+        maxima.append(Maximum(f"period {period}", tuple(Row(end, maxima={period - 1: 1.0}) for end in ends)))
+    maxima[-1] = Maximum(maxima[-1].name, maxima[-1].rows, 1.0)
+    problem = Problem(nodes, maxima=tuple(maxima))
+    normal = normalise(problem).problem
+    for choice in product(range(3), repeat=3):
+        expected = evaluate(problem, list(choice)).objective
+        assert evaluate(normal, list(choice)).objective == pytest.approx(expected, rel=1e-12)
