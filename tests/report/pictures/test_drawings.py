@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from parplan.cost_models.devices.cluster_file import load_cluster
+from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
 from parplan.plan import Plan, Strategy
 from parplan.planner.decision import Decision
@@ -47,6 +48,11 @@ def test_both_files_stand_alone() -> None:
 @pytest.mark.parametrize(("path", "step"), [("a.svg", "a-step.svg"), ("b/c.d.svg", "b/c.d-step.svg"), ("e", "e-step")])
 def test_the_step_is_beside_the_net(path: str, step: str) -> None:
     assert step_path(path) == step
+
+
+def test_drawings_are_not_written_under_the_name_of_another_format() -> None:
+    with pytest.raises(ParplanError, match=r"drawings are SVG, not \.png; name it plan\.svg"):
+        svg_files(decision(), "out/plan.png")
 
 
 def test_every_colour_has_a_light_and_a_dark_value() -> None:
