@@ -28,7 +28,9 @@ def step_path(path: str | Path) -> str:
     """
     net = Path(path)
     if net.suffix.lower() not in ("", ".svg"):  # a viewer goes by the ending, and would call the file damaged
-        raise ParplanError(f"{net}: drawings are SVG, not {net.suffix}; name it {net.stem}.svg and convert it, if need be")
+        raise ParplanError(
+            f"{net}: drawings are SVG, not {net.suffix}; name it {net.stem}.svg and convert it, if need be"
+        )
     return str(net.with_name(f"{net.stem}-step{net.suffix}"))
 
 
