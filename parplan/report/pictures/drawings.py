@@ -12,8 +12,6 @@ from parplan.report.pictures.timeline import draw_timeline
 
 __all__ = ["step_path", "svg_files"]
 
-MOST_ROWS = 32
-"""Rows of the net on a printed page."""
 MOST_BLOCKS = 1500
 
 
@@ -41,7 +39,7 @@ def svg_files(decision: Decision, path: str | Path) -> dict[str, str]:
         ParplanError: the name ends as that of another kind of file.
     """
     beside = step_path(path)
-    found = {str(path): draw_net(decision, MOST_ROWS).standalone()}
+    found = {str(path): draw_net(decision).standalone()}
     timeline = predicted_timeline(decision)
     if timeline is not None:
         lanes = drawn_lanes(device_lanes(timeline), MOST_BLOCKS)
