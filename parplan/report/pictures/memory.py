@@ -12,7 +12,7 @@ from parplan.planner.simulation.timeline import Kind, Timeline
 from parplan.report import units
 from parplan.report.pictures.svg import BROAD, COLOURS, Drawing, Element, add, fill, line
 from parplan.report.pictures.text import shortened, visible
-from parplan.report.pictures.timeline import edges, ticks
+from parplan.report.pictures.timeline import APART, edges, ticks
 
 __all__ = ["MemoryCurve", "MemoryOverStep", "draw_memory", "memory_over_step"]
 
@@ -177,7 +177,7 @@ def _draw_axis(words: Element, found: MemoryOverStep, at: tuple[float, float]) -
         text = "forward, loss, backward, update: not to scale in time"
         add(words, "text", text, x=left, y=TOP + PANEL + 18)
         return
-    for at_s, text in ticks(0.0, found.end_s, int(long / 100)):
+    for at_s, text in ticks(0.0, found.end_s, int(long / APART)):
         x = left + (long * at_s / found.end_s if found.end_s > 0 else 0)
         add(words, "text", text, x=x, y=TOP + PANEL + 18, text_anchor="middle")
 

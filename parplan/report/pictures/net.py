@@ -47,6 +47,7 @@ class _Places:
     """Where a drawing has what: names, strategies and cells beside each other, or the cells below on a narrow one.
 
     Args:
+        head: height of the heads.
         row: height of a row.
         names, words, cells, bars: left edges.
         room, described: characters of a name with its count, and of a strategy.
@@ -54,6 +55,7 @@ class _Places:
     """
 
     width: float
+    head: float
     row: float
     names: float
     room: int
@@ -75,10 +77,10 @@ class _Places:
 
     def top(self, index: float) -> float:
         """The upper edge of a row, below the heads."""
-        return 26 + self.row * index
+        return self.head + self.row * index
 
 
-def _places(rows: Sequence[Row], columns: int, gutter: float, width: float) -> _Places:
+def _places(rows: Sequence[Row], columns: int, gutter: float, width: float, head: float) -> _Places:
     longest = max((len(row.label) + len(row.count) + 2 for row in rows), default=0)
     longest_words = max((len(row.words) for row in rows), default=0)
     names, narrow = gutter + 14, width <= NARROW
@@ -87,11 +89,13 @@ def _places(rows: Sequence[Row], columns: int, gutter: float, width: float) -> _
         bars = width - 108
         words = min(names + CHARACTER * longest + 6, width - LETTER * described - 16)
         room = int((words - names) / CHARACTER)
-        return _Places(width, 42, names, room, words, described, names, (bars - 10 - names) / columns, bars)
+        return _Places(width, head, 42, names, room, words, described, names, (bars - 10 - names) / columns, bars)
     room, bars = max(14, min(40, longest)), width - 150
     words = names + CHARACTER * room + 12
     cells = words + 16 + LETTER * described + 10
-    return _Places(width, 23, names, room, words, described, cells, min(140.0, (bars - 16 - cells) / columns), bars)
+    return _Places(
+        width, head, 23, names, room, words, described, cells, min(140.0, (bars - 16 - cells) / columns), bars
+    )
 
 
 def draw_net(
@@ -118,7 +122,7 @@ def draw_net(
     count = decision.plan.devices
     size = -(-count // MOST_COLUMNS)
     columns = [tuple(range(start, min(start + size, count))) for start in range(0, count, size)]
-    at = _places(rows, len(columns), gutter, width)
+    at = _places(rows, len(columns), gutter, width, 38 if decision.cluster.mixed else 26)
     title = f"{visible(decision.plan.model, 60)} on {count} device{'s' if count > 1 else ''}: the plan"
     how = _how(rows, joined, left_out, size)
     drawing = Drawing(name, (width, at.top(len(rows)) + 24), title, _description(rows), how)
@@ -164,18 +168,19 @@ def _arc_places(others: Sequence[tuple[int, int]], most: int) -> tuple[dict[tupl
 
 def _draw_heads(root: Element, decision: Decision, columns: Sequence[tuple[int, ...]], at: _Places) -> None:
     """What the columns are; on a narrow drawing only which devices, as the others are seen to be names and times."""
-    small = add(root, "g", font_size=11, **fill("soft"))
+    small, y = add(root, "g", font_size=11, **fill("soft")), at.head - 8
     if not at.narrow:
-        add(small, "text", "layers", x=at.names, y=18)
-        add(small, "text", "strategy", x=at.words, y=18)
-    add(small, "text", "time per step", x=at.width, y=18, text_anchor="end")
+        add(small, "text", "layers", x=at.names, y=y)
+        add(small, "text", "strategy", x=at.words, y=y)
+    add(small, "text", "time per step", x=at.width, y=y, text_anchor="end")
     for place, column in enumerate(columns):
-        text, kinds = units.number_ranges(column), {decision.cluster.devices[device].kind for device in column}
+        x, text = at.cells + at.wide * (place + 0.5), units.number_ranges(column)
         text = f"device {text}" if at.wide > 60 and len(column) == 1 else text
+        add(small, "text", text, x=x, y=y, text_anchor="middle")
         if decision.cluster.mixed:
-            text = shortened(f"{text}: {visible(', '.join(sorted(kinds)))}", max(6, int(at.wide / 6)))
-        named = add(small, "text", text, x=at.cells + at.wide * (place + 0.5), y=18, text_anchor="middle")
-        add(named, "title", visible(", ".join(sorted(kinds))))
+            kind = visible(", ".join(sorted({decision.cluster.devices[device].kind for device in column})))
+            named = add(small, "text", shortened(kind, int(at.wide / 6)), x=x, y=y - 13, text_anchor="middle")
+            add(named, "title", kind)
 
 
 def _draw_names(root: Element, rows: Sequence[Row], at: _Places) -> None:
@@ -310,7 +315,7 @@ def _draw_targets(drawing: Drawing, rows: Sequence[Row], at: _Places, zooms: Map
     for index, row in enumerate(rows):
         words = row_words(row)
         place = {"x": 0, "y": at.top(index), "width": at.width, "height": at.row}
-        target = add(targets, "rect", tabindex=0, role="img", aria_label=words, class_="row", **place)
+        target = add(targets, "rect", tabindex=0, role="img", aria_label=words, **place)
         if index in zooms:
             target.set("data-zoom", zooms[index])
         add(target, "title", words)
@@ -329,7 +334,7 @@ def _how(rows: Sequence[Row], joined: Connections, left_out: int, size: int) -> 
         "a part of a cell is the shard of the layer that the device has": one and cut,
         "a part of a cell is the share of its devices that is used": several,
         "an arc is a connection that skips rows": bool(joined.skips),
-        "a small loop is one inside of a row": bool(joined.inside),
+        "a small loop is one that skips layers inside of a row": bool(joined.inside),
         f"{left_out} more that skip rows are not drawn": left_out > 0,
     }
     text = "; ".join(words for words, is_so in found.items() if is_so)

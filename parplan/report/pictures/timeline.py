@@ -11,13 +11,14 @@ from parplan.report.pictures.lanes import LANE_WORDS, Block, DeviceLanes, LaneBl
 from parplan.report.pictures.svg import BROAD, MONOSPACE, NARROW, Drawing, Element, add, fill, line
 from parplan.report.pictures.text import shortened, visible
 
-__all__ = ["CHARACTER", "Drawn", "block_words", "draw_timeline", "edges", "ticks"]
+__all__ = ["APART", "CHARACTER", "Drawn", "block_words", "draw_timeline", "edges", "ticks"]
 
 TOP, TALL, FLAT, GAP = 22.0, 24.0, 14.0, 14.0
 HOW = ("Time goes from left to right, and each band is a device: a block is a layer's forward or backward, a transfer "
        "or a gradient sum, in the colours below; a pale one is a wait for what has that colour.")  # fmt: skip
 CHARACTER = 6.1  # of a label, in units of the drawing
 MOST_DEVICES = 24
+APART = 80  # between the moments of an axis
 LIGHT = (Kind.FORWARD, Kind.TRANSFER)
 """Kinds in a colour that a dark text can be read on."""
 KIND_WORDS = {
@@ -68,13 +69,13 @@ def draw_timeline(
     drawing = Drawing(name, (width, height), title, _description(shown, step_s), HOW)
     root, bottom = drawing.root, TOP + tall - 6
     axis = add(root, "g", font_size=10.5, text_anchor="middle", id=f"{name}-axis", **fill("soft"))
-    for at_s, words in ticks(0.0, step_s, int(long / 100)):
+    for at_s, words in ticks(0.0, step_s, int(long / APART)):
         x = left + long * at_s / step_s if step_s > 0 else left
         add(axis, "path", d=f"M{x:.2f} {TOP - 6:g}V{bottom:g}", **line("rule"))
         add(axis, "text", words, x=x, y=TOP - 10)
     plot = add(
         root, "svg", x=left, y=TOP, width=long, height=bottom - TOP, viewBox=f"0 0 {long:g} {bottom - TOP:g}",
-        preserveAspectRatio="none", id=f"{name}-plot", overflow="hidden", **{"class": "plot"},
+        preserveAspectRatio="none", id=f"{name}-plot", overflow="hidden",
     )  # fmt: skip
     heads = add(root, "g", **fill("ink"))
     lanes = add(root, "g", font_size=10, text_anchor="end", **fill("soft"))

@@ -65,7 +65,7 @@
     inside.scrollIntoView({ block: "nearest" });
     inside.querySelector("summary").focus();
   };
-  for (const net of document.querySelectorAll("#plan-net svg")) [...net.querySelectorAll(".row")].forEach((target, number, targets) => {
+  for (const net of document.querySelectorAll("#plan-net svg")) [...net.querySelectorAll("[tabindex]")].forEach((target, number, targets) => {
     target.addEventListener("click", () => look(target));
     if (number) target.setAttribute("tabindex", "-1");
     target.addEventListener("focus", () => {
@@ -104,7 +104,7 @@
     return `${Number((seconds * factor).toPrecision(4))} ${unit}`;
   };
   for (const view of document.querySelectorAll(".view")) {
-    const plot = view.querySelector(".plot"), name = plot.id.replace("plot", "");
+    const plot = view.querySelector("svg svg"), name = plot.id.replace("plot", "");
     const labels = byId(`${name}labels`), axis = byId(`${name}axis`), { width, height } = plot.viewBox.baseVal;
     const left = plot.x.baseVal.value, top = plot.y.baseVal.value;
     const own = [...plot.querySelectorAll("[data-n]")].map((one) => blocks[one.dataset.n]);
@@ -122,7 +122,7 @@
           draw("text", text, { x: left + x + 3, y, class: light ? "on-light" : "on-dark", fill: light ? "#10151b" : "#fff" }, labels);
       }
       axis.replaceChildren();
-      const rough = (long * 100) / width, power = 10 ** Math.floor(Math.log10(rough));
+      const rough = (long * 80) / width, power = 10 ** Math.floor(Math.log10(rough));
       const apart = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough);
       for (let number = Math.ceil(start / apart); number * apart <= start + long; number++) {
         const x = left + ((number * apart - start) / long) * width;
