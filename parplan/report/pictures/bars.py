@@ -11,7 +11,7 @@ from parplan.report.sections.proof import baseline_remark
 __all__ = ["draw_bars"]
 
 HOW = "The shorter the bar, the faster the plan; a pale one does not fit in memory."
-SMALL, LARGE = 6.2, 7.2  # widths of characters
+SMALL, LARGE = 5.8, 7.2  # widths of characters
 
 
 def draw_bars(decision: Decision, width: float = BROAD, name: str = "plans") -> Drawing:
@@ -53,7 +53,7 @@ def draw_bars(decision: Decision, width: float = BROAD, name: str = "plans") -> 
             text += f" · {one.step_s / plan_s:.2f} x" if index and plan_s > 0 else ""
             add(drawing.root, "text", text, x=left + wide + 8, y=y + 13, font_weight=weight, **fill("ink"))
             x = left + wide + 18 + LARGE * len(text)
-        if narrow:
+        if narrow and one.step_s is not None:
             x, y = LARGE * len(label) + 12, y - 18
         words = shortened(remark, max(12, int((width - x) / SMALL)))
         if words:

@@ -82,9 +82,9 @@ class _Places:
 
 def _places(rows: Sequence[Row], columns: int, gutter: float, width: float, head: float) -> _Places:
     longest = max((len(row.label) + len(row.count) + 2 for row in rows), default=0)
-    longest_words = max((len(row.words) for row in rows), default=0)
     names, narrow = gutter + 14, width <= NARROW
-    described = max(12, min(longest_words, 30 if narrow or columns > MOST_COLUMNS / 2 else 42))
+    limit = 26 if narrow else 30 if columns > MOST_COLUMNS / 2 else 42
+    described = max((len(_described(row, limit)) for row in rows), default=0)
     if narrow:
         bars = width - 108
         words = min(names + CHARACTER * longest + 6, width - LETTER * described - 16)
@@ -150,7 +150,13 @@ def _description(rows: Sequence[Row]) -> str:
     return f"{'; '.join(said[:40])}{'; and so on' * (len(said) > 40)}."
 
 
-def _arc_places(others: Sequence[tuple[int, int]], most: int) -> tuple[dict[tuple[int, int], int], int]:
+def _described(row: Row, limit: int) -> str:
+    """The strategy in so many characters, if need be without the axis, which the words of the row have."""
+    words = visible(row.words)
+    return shortened(words if len(words) <= limit else words.partition(" of ")[0], limit)
+
+
+def _arc_places(others: Sequence[tuple[int, int]], limit: int) -> tuple[dict[tuple[int, int], int], int]:
     """A place for every connection that skips rows, so that none lie on each other; and how many had none."""
     taken: list[list[tuple[int, int]]] = []
     found: dict[tuple[int, int], int] = {}
@@ -158,7 +164,7 @@ def _arc_places(others: Sequence[tuple[int, int]], most: int) -> tuple[dict[tupl
         free = (all(end <= first or last <= start for first, last in own) for own in taken)
         place = next((number for number, is_free in enumerate(free) if is_free), len(taken))
         if place == len(taken):
-            if place == most:
+            if place == limit:
                 continue
             taken.append([])
         taken[place].append((start, end))
@@ -167,7 +173,7 @@ def _arc_places(others: Sequence[tuple[int, int]], most: int) -> tuple[dict[tupl
 
 
 def _draw_heads(root: Element, decision: Decision, columns: Sequence[tuple[int, ...]], at: _Places) -> None:
-    """What the columns are; on a narrow drawing only which devices, as the others are seen to be names and times."""
+    """Heads of the columns; on a narrow drawing of the devices and times alone, as strategies are beside the names."""
     small, y = add(root, "g", font_size=11, **fill("soft")), at.head - 8
     if not at.narrow:
         add(small, "text", "layers", x=at.names, y=y)
@@ -267,7 +273,7 @@ def _draw_words(root: Element, rows: Sequence[Row], at: _Places, roles: Mapping[
         if own != before or at.narrow:
             add(root, "path", d=f"M0 {y:g}H{at.width:g}", **line("rule"))
         before = own
-        words = shortened(visible(row.words), at.described)
+        words = _described(row, at.described)
         add(root, "rect", x=at.words, y=y + 6, width=10, height=10, rx=2, **fill(roles[own[:2]]))
         add(root, "text", words, x=at.words + 16, y=y + 15, font_size=11.5, **fill("ink"))
     add(root, "path", d=f"M0 {at.top(len(rows)):g}H{at.width:g}", **line("rule"))

@@ -135,13 +135,13 @@ def _picture(name: str, draw: Callable[[float, str], Drawing]) -> _Picture:
 
 
 def _draw_step(timeline: Timeline, model: str, numbered: list[Drawn], width: float, name: str) -> Drawing:
-    most = MOST_BLOCKS if width == BROAD else MOST_BLOCKS // 4  # about as many as there are pixels
-    return draw_timeline(drawn_lanes(device_lanes(timeline), most), timeline.step_s, model, numbered, width, name)
+    lanes = drawn_lanes(device_lanes(timeline), MOST_BLOCKS)
+    return draw_timeline(lanes, timeline.step_s, model, numbered, width, name)
 
 
 @dataclass(frozen=True)
 class _Zoom:
-    """What a row of the net stands for: its rows as a picture, and each of these that stands for more."""
+    """Inside of a row of the net: its own rows as a picture, and the inside of each of these that stands for more."""
 
     name: str
     label: str
@@ -157,7 +157,7 @@ def _net(decision: Decision, rows: Sequence[Row], name: str) -> tuple[_Picture, 
         if not (own := inside(row, graph)):
             continue
         label, took_s = f"{visible(row.label)}{row.count and f', {row.count}'}", sum(row.seconds)
-        first = f"; below the first of them, {visible(row.layers[0].name)} and on" if row.repeats > 1 else ""
+        first = "; below, the first of them" if row.repeats > 1 else ""
         words = f"{visible(row.words)}, {units.time(took_s).text(took_s)}{first}"
         found[number] = _Zoom(f"{name}-in-{number}", label, words, *_net(decision, own, f"{name}-{number}"))
     zooms = {number: zoom.name for number, zoom in found.items()}

@@ -132,7 +132,7 @@ class Drawing:
 
     def standalone(self) -> str:
         """The text of a file of its own, on paper of its own, with title and sentence."""
-        lines = textwrap.wrap(self.how, int(self.width / 6))
+        lines = textwrap.wrap(self.how, int(self.width / 5.6))
         top, height = HEAD, HEAD + self.height + 15.0 * len(lines) + 8
         box = f"{-MARGIN:g} {-top:g} {self.width + 2 * MARGIN:g} {height:g}"
         root = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg"})

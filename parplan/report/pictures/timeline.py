@@ -15,7 +15,7 @@ __all__ = ["APART", "CHARACTER", "Drawn", "block_words", "draw_timeline", "edges
 
 TOP, TALL, FLAT, GAP = 22.0, 24.0, 14.0, 14.0
 HOW = ("Time goes from left to right, and each band is a device: a block is a layer's forward or backward, a transfer "
-       "or a gradient sum, in the colours below; a pale one is a wait for what has that colour.")  # fmt: skip
+       "or a gradient sum, in the colours of the legend; a pale one is a wait for what has that colour.")  # fmt: skip
 CHARACTER = 6.1  # of a label, in units of the drawing
 MOST_DEVICES = 24
 APART = 80  # between the moments of an axis

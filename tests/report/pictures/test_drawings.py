@@ -136,7 +136,8 @@ def test_equal_modules_of_two_placements_are_two_rows_in_a_bracket() -> None:
         ("h.0-13.0", 14, 1),
         ("h.0-13.1", 14, 2),
     ]
-    assert rows[0].run == rows[1].run is not None
+    assert rows[0].run is not None
+    assert rows[0].run == rows[1].run
     assert rows[-1].run is None
 
 
@@ -156,12 +157,21 @@ def test_the_strategy_stands_beside_the_name_of_every_row_at_both_widths() -> No
     for width in (BROAD, NARROW):
         root = svg_of(draw_net(found, rows, width=width).standalone())
         places = [
-            (element.text or "", *(float(element.get(way) or 0) for way in ("x", "y")))
+            (element.text or "", float(element.get("x") or 0), float(element.get("y") or 0))
             for element in root.iter(f"{SVG}text")
         ]
         for row in rows:
             (_, x, y), *_ = [one for one in places if one[0] == row.label]
             assert [one[0] for one in places if one[2] == y and one[1] > x and one[0] == row.words] == [row.words]
+
+
+def test_a_strategy_that_is_too_long_for_a_narrow_picture_leaves_out_its_axis_and_is_not_cut() -> None:
+    cut = Strategy(2, 2, "in-features", (0, 1, 2, 3))
+    found = priced(residual(), data_parallel(residual(), 4).with_layers({"fc": cut}))
+    said = texts(svg_of(draw_net(found, width=NARROW).standalone()))
+    assert "2 replicas x 2 shards" in said
+    assert not any("…" in text for text in said if "replicas" in text)
+    assert "2 replicas x 2 shards of in-features" in texts(svg_of(draw_net(found).standalone()))
 
 
 @pytest.mark.parametrize("width", [BROAD, NARROW])
