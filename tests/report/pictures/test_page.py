@@ -280,5 +280,5 @@ def test_five_hundred_layers_stay_below_a_megabyte() -> None:
     graph = capture(net, (torch.randn(8, 16),))
     text = html(priced(graph, data_parallel(graph, 8)))
     well_formed(Page(text))
-    assert "0-499, 500 x</th>" in text
+    assert "1-498, 498 x</th>" in text  # the ends take other times
     assert len(text.encode()) < 1_000_000
