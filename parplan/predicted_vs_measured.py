@@ -31,6 +31,7 @@ from parplan.planner.simulation.priced_program import PricedProgram, lowered, pr
 from parplan.planner.simulation.step_tasks import step_parts
 from parplan.planner.simulation.timeline import Timeline
 from parplan.report import units
+from parplan.report.pictures.lanes import device_lanes
 from parplan.report.pictures.trace import predicted_spans
 from parplan.runtime.measurement.measured_step import MeasuredStep
 from parplan.runtime.measurement.predicted import INPUTS, RESULTS, BothTimes, Expected, ExpectedLayer
@@ -157,7 +158,7 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
         update_s=step.update_s,
         overhead_s=step.overhead_s,
         step_s=step.step_s,
-        spans=_spans(work, cluster),
+        spans=_spans(work, cluster, graph),
     )
 
     layers = []
@@ -169,12 +170,14 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
     return PlanPrediction(tuple(layers), step, expected)
 
 
-def _spans(work: PricedProgram, cluster: Cluster) -> tuple[TraceSpan, ...]:
+def _spans(work: PricedProgram, cluster: Cluster, graph: LayerGraph) -> tuple[TraceSpan, ...]:
     """The simulated step; none where there are too many devices."""
     if cluster.count > SIMULATED:
         return ()
     parts = step_parts(work)
-    return tuple(predicted_spans(Timeline(parts, schedule(parts), cluster.count), cluster))
+    timeline = Timeline(parts, schedule(parts), cluster.count)
+    # Equal devices are not one track here: each is above what was measured of it.
+    return tuple(predicted_spans(timeline, device_lanes(timeline), cluster, graph, work.program.strategies))
 
 
 def learn(compared: PredictedVsMeasured, graph: LayerGraph, profile: SessionProfile) -> Learned:

@@ -58,7 +58,7 @@ class Analysis(Decision):
         """Write the net against the devices to `path`, and the predicted step beside it, as `NAME-step.svg`.
 
         Raises:
-            ParplanError: a file cannot be written.
+            ParplanError: a file cannot be written, or its name does not end in `.svg`.
         """
         from parplan.report.pictures.drawings import svg_files
 

@@ -54,7 +54,10 @@ class Scale:
         return text
 
     def text(self, value: float) -> str:
-        """The number with its unit: `12.34 ms`; zero is `0 ms`."""
+        """The number with its unit: `12.34 ms`, or in a larger unit that it reaches, `1.50 s`; zero is `0 ms`."""
+        own = (time if self.unit.endswith("s") else size)(value)
+        if own.size > self.size:
+            return own.text(value)
         figure = self.figure(value)
         if figure == "unknown":
             return figure
@@ -73,14 +76,13 @@ def _scale(
 
 
 _TIMES = (("s", 1.0, 1.0), ("ms", 1e-3, 1e-3), ("µs", 1e-6, 0.0))
-_TIMES_COLUMN = (("s", 1.0, 10.0), *_TIMES[1:])
 _SIZES = (("GiB", GIB, GIB), ("MiB", MIB, MIB), ("KiB", KIB, 0.0))
 _SIZES_COLUMN = (("GiB", GIB, 10 * GIB), *_SIZES[1:])
 
 
 def time_column(values: Iterable[float]) -> Scale:
     """Scale for a column of times in seconds: small ones keep digits beside large ones."""
-    return _scale(values, _TIMES_COLUMN, (3, 2, 2))
+    return _scale(values, _TIMES, (3, 2, 2))
 
 
 def size_column(values: Iterable[float]) -> Scale:
@@ -95,7 +97,7 @@ def time(values: float | Iterable[float]) -> Scale:
 
 def step(step_s: float) -> Scale:
     """Scale for every figure that is compared with the time of a step, in seconds."""
-    return _scale(step_s, _TIMES, (3, 2, 2))
+    return _scale(step_s, _TIMES, (2, 2, 1))
 
 
 def size(values: float | Iterable[float]) -> Scale:

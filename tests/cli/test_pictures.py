@@ -56,6 +56,7 @@ def test_what_cannot_be_drawn_is_said(answers: list[Decision], capsys: pytest.Ca
         (["--html", "x", "--trace", "x"], "--html and --trace both name x"),
         (["--out", "a-step.svg", "--svg", "a.svg"], "--out and --svg both name a-step.svg"),
         (["--html", "nowhere/x.html"], "--html nowhere/x.html: there is no folder"),
+        (["--svg", "x.png"], "x.png: drawings are SVG, not .png; name it x.svg"),
         (["--trace", ""], "--trace: the name of the file is empty"),
     ],
 )

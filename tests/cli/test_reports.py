@@ -49,7 +49,7 @@ def test_diff_prices_both_plans_of_a_model(capsys: pytest.CaptureFixture[str]) -
     assert main(["diff", "plan.json", "edited.json", "net.py", "--gpu", "k20"]) == 1
     out = capsys.readouterr().out
     assert "plan.json -> edited.json: " in out
-    assert f"of net.py {step_s * 1e6:.2f} µs" in " ".join(out.split())
+    assert f"of net.py {step_s * 1e6:.1f} µs" in " ".join(out.split())
     assert "net.py is priced on 2 x k20, pcie2, with fp32 and adam." in out
     assert "the plan: none -> all on one" in out
     assert main(["analyze", "net.py", *K20, "--plan", "edited.json", "--out", "again.json", "--summary"]) == 0

@@ -19,8 +19,9 @@ INF = math.inf
         pytest.param([0.5123e-3, 2e-6, 0.0], ["512.30", "2.00", "-"], "µs", id="microseconds"),
         pytest.param([5.1234e-3, 2e-6, 1e-7], ["5.123", "0.002", "<0.001"], "ms", id="small beside large"),
         pytest.param([0.25, 1e-3], ["250.00", "1.00"], "ms", id="hundreds"),
-        pytest.param([9.99], ["9990.00"], "ms", id="milliseconds up to ten seconds"),
-        pytest.param([12.0, 0.004], ["12.00", "<0.01"], "s", id="seconds"),
+        pytest.param([0.999], ["999.00"], "ms", id="milliseconds up to a second"),
+        pytest.param([1.5, 0.04], ["1.500", "0.040"], "s", id="seconds"),
+        pytest.param([12.0, 0.004], ["12.00", "<0.01"], "s", id="many seconds"),
         pytest.param([], [], "µs", id="nothing"),
         pytest.param([0.0], ["-"], "µs", id="zero"),
         pytest.param([1e-3, -1e-18], ["1.000", "-"], "ms", id="rounding noise"),
@@ -56,7 +57,8 @@ def test_a_column_of_sizes_has_one_unit(values: list[int], figures: list[str], u
         (units.time, 1.3, "1.30 s"),
         (units.time, 0.0, "0 µs"),
         (units.step, 0.08123, "81.23 ms"),
-        (units.step, 1.5, "1.500 s"),
+        (units.step, 0.38146, "381.5 ms"),
+        (units.step, 1.5, "1.50 s"),
         (units.size, 16 << 30, "16.0 GiB"),
         (units.size, 3.25 * 2**30, "3.25 GiB"),
         (units.size, 300 << 20, "300 MiB"),
@@ -64,6 +66,22 @@ def test_a_column_of_sizes_has_one_unit(values: list[int], figures: list[str], u
 )
 def test_one_figure(scale: Callable[[float], units.Scale], value: float, text: str) -> None:
     assert scale(value).text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("scale", "value", "text"),
+    [
+        (units.step(0.381), 1.50203, "1.50 s"),
+        (units.step(0.381), 0.9996, "999.6 ms"),
+        (units.step(20e-6), 3.2e-3, "3.20 ms"),
+        (units.size(300 << 20), 3 << 30, "3.00 GiB"),
+        (units.size(300 << 20), 1000 << 20, "1000 MiB"),
+        (units.step(1.5), 0.0004, "<0.01 s"),
+        (units.step(0.3), INF, "unknown"),
+    ],
+)
+def test_what_reaches_a_larger_unit_is_written_in_it(scale: units.Scale, value: float, text: str) -> None:
+    assert scale.text(value) == text
 
 
 def test_a_figure_that_is_not_zero_never_reads_zero() -> None:

@@ -92,6 +92,13 @@ class Traffic(ListedFlows):
         ends = self.source, self.target
         return self.regular and all(fits(end, size) for size in sizes if size is not None for end in ends)
 
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Senders with the receivers of what they send, devices that serve themselves aside."""
+        takers, givers, _ = self._listed
+        both = zip(self.givers.numbers[givers].tolist(), self.takers.numbers[takers].tolist(), strict=True)
+        return sorted({(giver, taker) for giver, taker in both if giver != taker})
+
     @cached_property
     def regular(self) -> bool:
         """Whether all its pieces are counted by formula."""

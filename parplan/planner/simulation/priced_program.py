@@ -80,6 +80,8 @@ class Move:
 
     Args:
         given, wanted: the slots it reads and fills; `given` is where a sum's terms are, where they meet on the way.
+        layouts: of those devices of both that have samples.
+        nbytes: what the busiest lane carries.
         sent, received: how busy each lane is, against the busiest one.
         devices: those that hold the value before or after.
         inwards: it brings one pass's samples to the layers that run in passes.
@@ -89,6 +91,8 @@ class Move:
 
     given: Slot
     wanted: Slot
+    layouts: tuple[Layout, Layout]
+    nbytes: float
     forward_s: float
     backward_s: float
     sent: Busy
@@ -207,14 +211,20 @@ def _moves(graph: LayerGraph, program: Program, costs: CostModel, passes: int, p
             shape, more_s = graph.values[given.value].shape, 0.0
         if given.turn is not None and dim is not None:
             shape = (*shape[:dim], -(-shape[dim] // passes), *shape[dim + 1 :])
-        cost = costs.transfer(TensorSpec(shape, given.dtype, given.requires_grad), *layouts)
+        spec = TensorSpec(shape, given.dtype, given.requires_grad)
+        most, sent, received, devices = _lanes(*layouts)
+        cost = costs.transfer(spec, *layouts)
         crosses = wanted.name in inwards, wanted.name in outwards and not used[wanted.name]
         found[wanted.name] = Move(
             given,
             wanted,
+            layouts,
+            most * spec.nbytes,
             cost.forward_s + more_s,
             cost.backward_s + more_s,
-            *_lanes(*layouts),
+            sent,
+            received,
+            devices,
             inwards=crosses[0],
             beside=any(crosses),
             readers=tuple(sorted(dict.fromkeys(readers[wanted.name]), key=lambda n: order.get(n or "", len(order)))),
@@ -232,11 +242,11 @@ def _with_samples(slot: Slot) -> Layout:
 
 
 @lru_cache(maxsize=10_000)
-def _lanes(source: Layout, target: Layout) -> tuple[Busy, Busy, tuple[int, ...]]:
-    """How busy senders and receivers of a transfer are, and the devices of both."""
+def _lanes(source: Layout, target: Layout) -> tuple[float, Busy, Busy, tuple[int, ...]]:
+    """The busiest lane's part of the tensor, how busy senders and receivers are against it, and the devices of both."""
     moved = traffic(source, target)
     gives, takes = moved.foreign.sent, moved.foreign.received
     most = max(gives.max(), takes.max())
     sent = tuple((d, float(amount / most)) for d, amount in zip(moved.senders, gives, strict=True) if amount)
     received = tuple((d, float(amount / most)) for d, amount in zip(moved.receivers, takes, strict=True) if amount)
-    return sent, received, tuple(sorted({*moved.senders, *moved.receivers}))
+    return float(most) / moved.total, sent, received, tuple(sorted({*moved.senders, *moved.receivers}))

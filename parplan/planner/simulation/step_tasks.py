@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from parplan.cost_models.communication.traffic import traffic
 from parplan.lowering.program import Code, Compute, Reduce, Split, Staged, Step, Transfer
 from parplan.planner.simulation.list_schedule import Task
 from parplan.planner.simulation.priced_program import Busy, LayerWork, Move, PricedProgram
@@ -54,13 +55,32 @@ class Resource:
 
 @dataclass(frozen=True)
 class Part(Task):
-    """Task of a layer or a transfer; without a kind it only says when others may start."""
+    """Task of a layer or a transfer; without a kind it only says when others may start.
+
+    Args:
+        move: the transfer; `reverse` for its gradients, which go from the receivers to the senders.
+    """
 
     exclusive: tuple[Resource, ...] = ()
     kind: Kind | None = None
     what: str = ""
     number: int | None = None
     devices: tuple[int, ...] = ()
+    move: Move | None = None
+    reverse: bool = False
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of a transfer on its busiest lane; of one in two parts each has its share."""
+        if self.move is None:
+            return 0.0
+        return self.move.nbytes * self.seconds / (self.move.backward_s if self.reverse else self.move.forward_s)
+
+    @property
+    def routes(self) -> list[tuple[int, int]]:
+        """The senders of a transfer with their receivers."""
+        pairs = traffic(*self.move.layouts).pairs if self.move is not None else []
+        return [(receiver, sender) for sender, receiver in pairs] if self.reverse else pairs
 
 
 Tasks = tuple[int, ...]
@@ -161,6 +181,8 @@ class _StepTasks:
         devices: tuple[int, ...] = (),
         capacity: Mapping[Any, float] = NONE,
         low_priority: bool = False,
+        move: Move | None = None,
+        reverse: bool = False,
     ) -> int:
         """List a task; gives its index."""
         needed = tuple(dict.fromkeys((*self.begun, *after)))
@@ -169,7 +191,8 @@ class _StepTasks:
                 self._held[resource.device].append(len(self.found))
                 if resource.lane is Lane.COMPUTE:
                     self._computed[resource.device] = (len(self.found),)
-        self.found.append(Part(seconds, exclusive, capacity, needed, low_priority, kind, what, number, devices))
+        about = kind, what, number, devices, move, reverse
+        self.found.append(Part(seconds, exclusive, capacity, needed, low_priority, *about))
         return len(self.found) - 1
 
     def gate(self, after: Iterable[int]) -> Tasks:
@@ -246,7 +269,13 @@ class _StepTasks:
         forward, number = kind is Kind.FORWARD, move.wanted.turn
         seconds = move.forward_s if forward else move.backward_s
         lanes = _busy_lanes(*((move.sent, move.received) if forward else (move.received, move.sent)))
-        about = (number, move.devices, lanes)
+        about: dict[str, Any] = {
+            "number": number,
+            "devices": move.devices,
+            "capacity": lanes,
+            "move": move,
+            "reverse": not forward,
+        }
         if move.beside and move.inwards is forward and number is not None:
             # The pass before it begins: its samples, or gradients, are there, and the pass before that is computed.
             before, computed = ((kind, number - one if forward else number + one) for one in (1, 2))
@@ -255,9 +284,9 @@ class _StepTasks:
         held_s = seconds - hidden_s
         compute = _lane(Lane.COMPUTE, move.devices)
         if held_s or not move.beside:  # also where the processor that computes carries
-            after = (self.add(Kind.TRANSFER, move.value, held_s, compute, after, *about),)
+            after = (self.add(Kind.TRANSFER, move.value, held_s, compute, after, **about),)
         if move.beside and (hidden_s or not held_s):
-            after = (self.add(Kind.TRANSFER, move.value, hidden_s, (), after, *about, low_priority=True),)
+            after = (self.add(Kind.TRANSFER, move.value, hidden_s, (), after, low_priority=True, **about),)
         if move.beside and move.inwards is forward and number is not None:
             self._crossed[kind, number].append(after[0])
         return after[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from parplan.errors import ParplanError
 from parplan.planner.decision import Decision
 from parplan.report.pictures.lanes import device_lanes, drawn_lanes, predicted_timeline
 from parplan.report.pictures.net import draw_net
@@ -11,26 +12,36 @@ from parplan.report.pictures.timeline import draw_timeline
 
 __all__ = ["step_path", "svg_files"]
 
-MOST_ROWS = 32
-"""Rows of the net on a printed page."""
 MOST_BLOCKS = 1500
 
 
 def step_path(path: str | Path) -> str:
     """Where the step's drawing goes, beside the net's.
 
+    Raises:
+        ParplanError: the name ends as that of another kind of file.
+
     >>> step_path("alexnet.svg")
     'alexnet-step.svg'
     """
     net = Path(path)
+    if net.suffix.lower() not in ("", ".svg"):  # a viewer goes by the ending, and would call the file damaged
+        raise ParplanError(
+            f"{net}: drawings are SVG, not {net.suffix}; name it {net.stem}.svg and convert it, if need be"
+        )
     return str(net.with_name(f"{net.stem}-step{net.suffix}"))
 
 
 def svg_files(decision: Decision, path: str | Path) -> dict[str, str]:
-    """The texts of the drawings by file: the net, and the step where it is simulated."""
-    found = {str(path): draw_net(decision, MOST_ROWS).standalone()}
+    """The texts of the drawings by file: the net, and the step where it is simulated.
+
+    Raises:
+        ParplanError: the name ends as that of another kind of file.
+    """
+    beside = step_path(path)
+    found = {str(path): draw_net(decision).standalone()}
     timeline = predicted_timeline(decision)
     if timeline is not None:
         lanes = drawn_lanes(device_lanes(timeline), MOST_BLOCKS)
-        found[step_path(path)] = draw_timeline(lanes, timeline.step_s, decision.plan.model).standalone()
+        found[beside] = draw_timeline(lanes, timeline.step_s, decision.plan.model).standalone()
     return found

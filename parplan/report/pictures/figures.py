@@ -12,10 +12,14 @@ from parplan.planner.explain.reasons import time_text
 from parplan.planner.simulation.timeline import Timeline
 from parplan.report import units
 from parplan.report.pictures.text import visible
+from parplan.report.sections.blocks import LEAST, name_span, repeated_blocks
 
 __all__ = ["Cell", "layer_table", "sources", "step_parts"]
 
 
+TIMES = ("forward", "backward", "transfer", "reduce")
+MOST_OPEN = 40
+"""Rows up to which the table is open from the start."""
 MOST_OTHERS = 4
 """Alternatives of a layer that its line names, the best one in its reason."""
 
@@ -59,39 +63,47 @@ SHARED = ("devices", "source")
 
 
 def layer_table(layers: Sequence[LayerReport]) -> dict[str, Any]:
-    """The layers' figures as rows of cells, the heads of the columns with their units, and what all layers share."""
-    seconds = [(one.forward_s, one.backward_s, one.transfer_s, one.reduce_s) for one in layers]
-    times = units.time_column(value for own in seconds for value in own)
-    sizes = units.size_column(one.memory_bytes for one in layers)
+    """The layers' figures as rows of cells, the heads of the columns with their units, and what all layers share.
+
+    Equal neighbours are one row with the sums of their figures.
+    """
+    shown = repeated_blocks([(layer,) for layer in layers], LEAST)
+    seconds = [[sum(getattr(one, f"{name}_s") for one in row.layers) for name in TIMES] for row in shown]
+    nbytes = [sum(one.memory_bytes for one in row.layers) for row in shown]
+    times, sizes = units.time_column(value for own in seconds for value in own), units.size_column(nbytes)
+    number = {layer.name: index for index, layer in enumerate(layers, start=1)}
     rows = []
-    for number, (one, own) in enumerate(zip(layers, seconds, strict=True), start=1):
+    for row, own, held in zip(shown, seconds, nbytes, strict=True):
+        one, name = row.head, visible(name_span([layer.name for layer in row.layers]))
         others = (
             f"{other.strategy.describe()} {time_text(other.total_s)}" for other in one.alternatives[1:MOST_OTHERS]
         )
         remarks = [one.why, one.pinned and f"pinned: {one.pinned}", *(f"bends {text}" for text in one.bends)]
         remarks += [f"copies {copy.layer} from {units.devices(copy.devices)}" for copy in one.copies]
-        rows.append(
-            (
-                Cell(str(number)),
-                Cell(visible(one.name)),
-                Cell(visible(one.kind)),
-                Cell(visible(one.strategy.describe()), one.strategy.replicas * one.strategy.shards),
-                Cell(units.number_ranges(one.strategy.devices), one.strategy.devices[0]),
-                *(_number(times, value) for value in own),
-                _number(sizes, one.memory_bytes),
-                Cell(one.source.value),
-                Cell(_remarks(remarks), more=_remarks(others)),
-            )
+        cells = (
+            Cell(str(number[one.name])),
+            Cell(f"{name}, {row.repeats} x" if row.repeats > 1 else name),
+            Cell(visible(one.kind)),
+            Cell(visible(one.strategy.describe()), one.strategy.replicas * one.strategy.shards),
+            Cell(units.number_ranges(one.strategy.devices), one.strategy.devices[0]),
+            *(_number(times, value) for value in own),
+            _number(sizes, held),
+            Cell(one.source.value),
+            Cell(_remarks(remarks), more=_remarks(others)),
         )
+        rows.append(cells)
     alike = {head: rows[0][HEADS.index(head)].text for head in SHARED if rows}
     alike = {head: text for head, text in alike.items() if all(row[HEADS.index(head)].text == text for row in rows[1:])}
-    shown = [column for column, head in enumerate(HEADS) if head not in alike]
+    columns = [column for column, head in enumerate(HEADS) if head not in alike]
     named = {head: f"{head} ({times.unit})" for head in HEADS[5:9]} | {"memory": f"memory ({sizes.unit})"}
     return {
-        "heads": [named.get(HEADS[column], HEADS[column]) for column in shown],
-        "rows": [[row[column] for column in shown] for row in rows],
-        "number": [place for place, column in enumerate(shown) if HEADS[column] in named],
+        "classes": [HEADS[column].split(",")[0].split()[-1].replace("#", "place") for column in columns],
+        "heads": [named.get(HEADS[column], HEADS[column]) for column in columns],
+        "rows": [[row[column] for column in columns] for row in rows],
         "alike": " and ".join(f"{head} {text}" for head, text in alike.items()),
+        "count": f"{units.counted(len(layers), 'layer')}" + f" on {len(shown)} rows" * (len(shown) < len(layers)),
+        "summed": len(shown) < len(layers),
+        "few": len(shown) <= MOST_OPEN,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from parplan.planner.decision import Decision
 from parplan.planner.search.context import SIMULATED
@@ -27,6 +27,7 @@ class Block:
     Args:
         waiting: the lane is empty, and `what` elsewhere is waited for.
         count: how many activities it stands for, in a picture that cannot show all.
+        part: the index of the task that it is one lane of; devices that do equal tasks are equal all the same.
     """
 
     kind: Kind
@@ -36,6 +37,7 @@ class Block:
     end_s: float
     waiting: bool = False
     count: int = 1
+    part: int | None = field(default=None, compare=False)
 
     @property
     def seconds(self) -> float:
@@ -71,9 +73,9 @@ def predicted_timeline(decision: Decision) -> Timeline | None:
 def device_lanes(timeline: Timeline) -> tuple[DeviceLanes, ...]:
     """The lanes of every device; what it waits for is on its compute lane."""
     found: dict[tuple[int, Lane], list[Block]] = {}
-    for part, span in zip(timeline.parts, timeline.spans, strict=True):
+    for index, (part, span) in enumerate(zip(timeline.parts, timeline.spans, strict=True)):
         if part.kind is not None and span.end_s > span.start_s:
-            block = Block(part.kind, part.what, part.number, span.start_s, span.end_s)
+            block = Block(part.kind, part.what, part.number, span.start_s, span.end_s, part=index)
             for resource in (*part.exclusive, *part.capacity):
                 if part.kind is not Kind.UPDATE or resource.lane is Lane.COMPUTE:  # it keeps the sums' lane free only
                     found.setdefault((resource.device, resource.lane), []).append(block)
@@ -122,7 +124,9 @@ def _merged(blocks: Sequence[Block], shortest_s: float) -> tuple[Block, ...]:
         alike = last is not None and (last.kind, last.waiting) == (block.kind, block.waiting)
         if last is not None and alike and block.end_s - last.start_s < shortest_s:
             what = last.what if last.what == block.what else ""
-            found[-1] = replace(last, what=what, number=None, end_s=block.end_s, count=last.count + block.count)
+            found[-1] = replace(
+                last, what=what, number=None, end_s=block.end_s, count=last.count + block.count, part=None
+            )
         else:
             found.append(block)
     return tuple(found)

@@ -10,13 +10,15 @@ from parplan.cost_models.costs import Moments
 from parplan.planner.decision import Decision
 from parplan.planner.simulation.timeline import Kind, Timeline
 from parplan.report import units
-from parplan.report.pictures.svg import Drawing, Element, add, fill, line
-from parplan.report.pictures.text import visible
-from parplan.report.pictures.timeline import LEFT, PLOT, ticks
+from parplan.report.pictures.svg import BROAD, COLOURS, Drawing, Element, add, fill, line
+from parplan.report.pictures.text import shortened, visible
+from parplan.report.pictures.timeline import APART, edges, ticks
 
 __all__ = ["MemoryCurve", "MemoryOverStep", "draw_memory", "memory_over_step"]
 
-TOP, PANEL = 44.0, 190.0
+TOP, PANEL = 22.0, 190.0
+HOW = ("The line is what a device holds in the course of the step, {axis}; its highest point is the predicted peak, "
+       "which has to stay below the limit.")  # fmt: skip
 MOST_LINES = 4
 ROOM = 4  # a limit this many times the peak is named and not drawn
 
@@ -105,44 +107,52 @@ def _starts(timeline: Timeline, names: Sequence[str], phases: int) -> tuple[floa
     return tuple(starts)
 
 
-def draw_memory(found: MemoryOverStep, model: str) -> Drawing:
-    """The picture of memory over the step."""
-    curves = found.curves[:MOST_LINES]
+def draw_memory(found: MemoryOverStep, model: str, width: float = BROAD, name: str = "memory") -> Drawing:
+    """The picture of memory over the step.
+
+    Args:
+        width: BROAD or NARROW.
+        name: prefix of its ids, unique on a page.
+    """
+    curves, (left, long) = found.curves[:MOST_LINES], edges(width)
     peak, limit = max(curve.peak_bytes for curve in curves), max(curve.limit_bytes for curve in curves)
     far = limit > ROOM * peak
     top = 1.25 * peak if far else 1.08 * max(limit, peak)
-    height = TOP + PANEL + 40 + 16 * len(curves)
+    hidden = len(found.curves) - len(curves)
+    height = TOP + PANEL + 28 + 16 * (len(curves) + (hidden > 0))
     said = [
         f"{units.devices(c.devices)}: at most {_size(c.peak_bytes)} of {_size(c.limit_bytes)}, {visible(c.peak, 80)}"
         for c in curves
     ]
     title = f"{visible(model, 60)}: memory over the step"
-    drawing = Drawing("memory", LEFT + PLOT + 20, height, title, f"{'; '.join(said)}.")
+    axis = "from left to right" if found.starts_s is not None else "phase by phase and not to scale in time"
+    drawing = Drawing(name, (width, height), title, f"{'; '.join(said)}.", HOW.format(axis=axis))
     root = drawing.root
-    add(root, "text", title, x=4, y=18, font_weight=600, font_size=14, **fill("ink"))
     words = add(root, "g", font_size=10.5, **fill("soft"))
-    unit = next((2**power for power in (30, 20, 10) if top >= 2**power), 1)
+    unit = next((2**power for power in (30, 20) if top >= 2**power), 2**10)
     apart = unit * next(step for step in (0.1, 0.2, 0.25, 0.5, 1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500) if
                         step * unit * 5.5 >= top)  # fmt: skip
     for number in range(int(top / apart) + 1):
         y = TOP + PANEL * (1 - number * apart / top)
-        add(root, "path", d=f"M{LEFT:g} {y:.2f}h{PLOT:g}", **line("rule"))
-        text = _size(number * apart) if number else "0"
-        add(words, "text", text, x=LEFT - 8, y=y + 3.5, text_anchor="end")
-    _draw_axis(words, found)
+        add(root, "path", d=f"M{left:g} {y:.2f}h{long:g}", **line("rule"))
+        text = f"{number * apart / unit:.10g} {_size(unit).split()[-1]}" if number else "0"
+        add(words, "text", text, x=left - 8, y=y + 3.5, text_anchor="end")
+    _draw_axis(words, found, (left, long))
     if far:
-        add(words, "text", f"limit {_size(limit)}, above the picture", x=LEFT + PLOT, y=TOP - 8,
-            text_anchor="end")  # fmt: skip
+        text = f"limit {_size(limit)}, above the picture"
+        add(words, "text", text, x=left + long, y=TOP - 8, text_anchor="end")
     else:
-        _draw_limit(root, curves, top)
+        _draw_limit(root, curves, top, (left, long))
     for number, curve in enumerate(curves, start=1):
-        add(root, "path", d=_path(curve, found, top), stroke_linejoin="round", **line(f"device-{number}", 2))
-        y = TOP + PANEL + 34 + 16 * number
-        add(root, "path", d=f"M{LEFT:g} {y - 4:g}h18", **line(f"device-{number}", 3))
-        add(words, "text", said[number - 1], x=LEFT + 26, y=y, font_size=11)
-    if len(found.curves) > len(curves):
-        more = f"{len(found.curves) - len(curves)} more rows of devices with more room left are not drawn"
-        add(words, "text", more, x=4, y=height - 4)
+        add(root, "path", d=_path(curve, found, top, (left, long)), stroke_linejoin="round",
+            **line(f"device-{number}", 2))  # fmt: skip
+        y = TOP + PANEL + 24 + 16 * number
+        add(root, "path", d=f"M4 {y - 4:g}h18", **line(f"device-{number}", 3))
+        text = shortened(said[number - 1], int((width - 30) / 5.9))
+        add(words, "text", text, x=28, y=y, font_size=11)
+    if hidden:
+        more = f"{hidden} more rows of devices with more room left are not drawn"
+        add(words, "text", more, x=28, y=height - 4)
     return drawing
 
 
@@ -150,34 +160,39 @@ def _size(nbytes: float) -> str:
     return units.size(nbytes).text(nbytes)
 
 
-def _draw_limit(root: Element, curves: Sequence[MemoryCurve], top: float) -> None:
+def _draw_limit(root: Element, curves: Sequence[MemoryCurve], top: float, at: tuple[float, float]) -> None:
+    left, long = at
     for limit in sorted({curve.limit_bytes for curve in curves}):
         y = TOP + PANEL * (1 - limit / top)
-        add(root, "path", d=f"M{LEFT:g} {y:.2f}h{PLOT:g}", stroke_dasharray="6 4", **line("limit", 1.5))
+        add(root, "path", d=f"M{left:g} {y:.2f}h{long:g}", stroke_dasharray="6 4", **line("limit", 1.5))
         text = f"limit {_size(limit)}"
-        add(root, "text", text, x=LEFT + PLOT, y=y - 5, font_size=11, text_anchor="end", **fill("limit"))
+        words = add(root, "text", text, x=left + long, y=y - 5, font_size=11, text_anchor="end", paint_order="stroke")
+        words.attrib.update(fill("limit") | {"stroke": COLOURS["paper"].light, "stroke-width": "4"})
+        words.set("class", "limit line-paper")  # readable where a line of the grid is behind it
 
 
-def _draw_axis(words: Element, found: MemoryOverStep) -> None:
+def _draw_axis(words: Element, found: MemoryOverStep, at: tuple[float, float]) -> None:
+    left, long = at
     if found.starts_s is None:
-        text = "forward, loss, backward and update, in the order of the layers (not to scale in time)"
-        add(words, "text", text, x=LEFT, y=TOP + PANEL + 18)
+        text = "forward, loss, backward, update: not to scale in time"
+        add(words, "text", text, x=left, y=TOP + PANEL + 18)
         return
-    for at_s, text in ticks(0.0, found.end_s):
-        x = LEFT + (PLOT * at_s / found.end_s if found.end_s > 0 else 0)
+    for at_s, text in ticks(0.0, found.end_s, int(long / APART)):
+        x = left + (long * at_s / found.end_s if found.end_s > 0 else 0)
         add(words, "text", text, x=x, y=TOP + PANEL + 18, text_anchor="middle")
 
 
-def _path(curve: MemoryCurve, found: MemoryOverStep, top: float) -> str:
+def _path(curve: MemoryCurve, found: MemoryOverStep, top: float, at: tuple[float, float]) -> str:
     """Steps from phase to phase; phases without a duration show the most of them."""
+    left, long = at
     phases = len(curve.nbytes)
     if found.starts_s is None:
-        edges = [LEFT + PLOT * phase / phases for phase in range(phases + 1)]
+        bounds = [left + long * phase / phases for phase in range(phases + 1)]
     else:
-        edges = [LEFT + PLOT * start_s / found.end_s for start_s in found.starts_s] + [LEFT + PLOT]
+        bounds = [left + long * start_s / found.end_s for start_s in found.starts_s] + [left + long]
     columns: dict[float, list[int]] = {}
     for phase, nbytes in enumerate(curve.nbytes):
-        columns.setdefault(round(edges[phase], 1), []).append(nbytes)
+        columns.setdefault(round(bounds[phase], 1), []).append(nbytes)
     drawn, before = [], None
     for x, held in columns.items():
         most, last = (TOP + PANEL * (1 - n / top) for n in (max(held), held[-1]))
@@ -185,4 +200,4 @@ def _path(curve: MemoryCurve, found: MemoryOverStep, top: float) -> str:
         if last != most:
             drawn.append(f"V{last:.1f}")
         before = last
-    return f"{''.join(drawn)}H{LEFT + PLOT:g}"
+    return f"{''.join(drawn)}H{left + long:g}"

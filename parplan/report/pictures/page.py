@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from parplan.report.pictures.figures import layer_table, sources, step_parts
 from parplan.report.pictures.lanes import device_lanes, drawn_lanes, predicted_timeline
 from parplan.report.pictures.memory import draw_memory, memory_over_step
 from parplan.report.pictures.net import draw_net
-from parplan.report.pictures.svg import theme
+from parplan.report.pictures.rows import Row, inside, net_rows
+from parplan.report.pictures.svg import BROAD, NARROW, Drawing, theme
 from parplan.report.pictures.text import visible
-from parplan.report.pictures.timeline import CHARACTER, LEFT, LIGHT, PLOT, TOP, Drawn, block_words, draw_timeline
+from parplan.report.pictures.timeline import CHARACTER, LIGHT, Drawn, block_words, draw_timeline
 from parplan.report.sections.proof import baseline_remark, claim, heading, seconds_text
 from parplan.report.sections.verdict import verdict_lines
 from parplan.report.terminal import render
@@ -63,12 +64,14 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
     style, script = f"{theme()}\n{_template('page.css')}", _template("page.js")
     model, step_s = visible(plan.model), decision.prediction.step_s
 
-    drawings: dict[str, Any] = {"net": draw_net(decision), "bars": draw_bars(decision)}
-    drawings["memory"] = draw_memory(memory, plan.model) if memory is not None else None
-    drawings["timeline"], numbered = None, list[Drawn]()
-    if timeline is not None:
-        lanes = drawn_lanes(device_lanes(timeline), MOST_BLOCKS)
-        drawings["timeline"] = draw_timeline(lanes, timeline.step_s, plan.model, numbered)
+    numbered, (net, zooms) = list[Drawn](), _net(decision, net_rows(decision), "net")
+    pictures = {
+        "net": net,
+        "zooms": zooms,
+        "bars": _picture("plans", partial(draw_bars, decision)),
+        "memory": memory and _picture("memory", partial(draw_memory, memory, plan.model)),
+        "timeline": timeline and _picture("step", partial(_draw_step, timeline, plan.model, numbered)),
+    }
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     sections = {
         "plan-net": "Net", "plan-step": "Step", "plan-memory": "Memory", "plan-others": "Other plans",
@@ -80,7 +83,7 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
         facts.append(f"{plan.scheme.value}, {decision.passes.count} passes")
     simulated = " of the device that is done last" if decision.prediction.simulated else ""
     return environment.from_string(_template("page.html")).render(
-        **{name: drawing and Markup(drawing.inline()) for name, drawing in drawings.items()},
+        **pictures,
         style=Markup(style),
         script=Markup(script),
         style_hash=_digest(style),
@@ -99,8 +102,7 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
         parts=step_parts(decision, timeline),
         parts_of=f", {units.step(step_s).text(step_s)}{simulated}",
         peaks=_peaks(decision),
-        baselines=(baselines := _baselines(decision)),
-        remarks=any(row[4] for row in baselines),
+        baselines=_baselines(decision),
         layers=layer_table(decision.layers),
         proof_status=heading(decision.proof),
         proof=claim(decision),
@@ -113,6 +115,52 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
         took=seconds_text(decision.seconds) if decision.seconds.total > 0 else "",  # not with --as-profiled
         blocks=_blocks(numbered, timeline),
     )
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """The markup of a drawing for a wide and for a narrow screen, and how it is read."""
+
+    how: str
+    broad: str
+    narrow: str
+
+
+def _picture(name: str, draw: Callable[[float, str], Drawing]) -> _Picture:
+    from markupsafe import Markup
+
+    broad, narrow = draw(BROAD, name), draw(NARROW, f"{name}-narrow")
+    return _Picture(broad.how, Markup(broad.inline()), Markup(narrow.inline()))
+
+
+def _draw_step(timeline: Timeline, model: str, numbered: list[Drawn], width: float, name: str) -> Drawing:
+    lanes = drawn_lanes(device_lanes(timeline), MOST_BLOCKS)
+    return draw_timeline(lanes, timeline.step_s, model, numbered, width, name)
+
+
+@dataclass(frozen=True)
+class _Zoom:
+    """Inside of a row of the net: its own rows as a picture, and the inside of each of these that stands for more."""
+
+    name: str
+    label: str
+    words: str
+    picture: _Picture
+    zooms: list[_Zoom]
+
+
+def _net(decision: Decision, rows: Sequence[Row], name: str) -> tuple[_Picture, list[_Zoom]]:
+    """The picture of these rows, and what is inside of them, down to the layers."""
+    found, graph = dict[int, _Zoom](), decision.priced.graph if decision.priced is not None else None
+    for number, row in enumerate(rows):
+        if not (own := inside(row, graph)):
+            continue
+        label, took_s = f"{visible(row.label)}{row.count and f', {row.count}'}", sum(row.seconds)
+        first = "; below, the first of them" if row.repeats > 1 else ""
+        words = f"{visible(row.words)}, {units.time(took_s).text(took_s)}{first}"
+        found[number] = _Zoom(f"{name}-in-{number}", label, words, *_net(decision, own, f"{name}-{number}"))
+    zooms = {number: zoom.name for number, zoom in found.items()}
+    return _picture(name, partial(draw_net, decision, rows, zooms)), list(found.values())
 
 
 def _peaks(decision: Decision) -> list[tuple[str, str, str, str]]:
@@ -160,7 +208,7 @@ def _text(decision: Decision) -> str:
 
 
 def _blocks(drawn: Sequence[Drawn], timeline: Timeline | None) -> dict[str, Any]:
-    """The timeline's blocks for the script, in the order of their numbers: names and words by their place."""
+    """The blocks of the timelines for the script, in the order of their numbers: names and words by their place."""
     names: dict[str, int] = {}
     blocks = []
     for block, label, y in drawn:
@@ -168,5 +216,4 @@ def _blocks(drawn: Sequence[Drawn], timeline: Timeline | None) -> dict[str, Any]
         times = (float(f"{block.start_s:.7g}"), float(f"{block.end_s:.7g}"))
         blocks.append([*named, *times, y if label else 0, int(block.kind in LIGHT)])
     step_s = timeline.step_s if timeline is not None else 0.0
-    return {"names": list(names), "blocks": blocks, "step": step_s, "left": LEFT, "width": PLOT, "top": TOP,
-            "character": CHARACTER}  # fmt: skip
+    return {"names": list(names), "blocks": blocks, "step": step_s, "character": CHARACTER}

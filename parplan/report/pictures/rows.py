@@ -1,37 +1,53 @@
-"""Rows of a picture of a net: layers with what follows them, or modules, so many that a person reads them."""
+"""Rows of a picture of a net, as few as tell the plan: layers with what follows them, modules, equal neighbours as one.
+
+A plan of one placement is one row; a net of many layers is grouped by module. `inside` gives the rows of a row, so that
+a reader who looks into one after another finds every layer.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from parplan.planner.decision import Decision, LayerReport
+from parplan.report.sections.blocks import LEAST, NUMBER, name_span, placement, repeats
+from parplan.report.sections.layer_groups import StrategyGroup, TableLine
 
-__all__ = ["MOST_ROWS", "Connections", "Row", "connections", "net_rows"]
+__all__ = ["MOST_ROWS", "Connections", "Row", "connections", "inside", "net_rows"]
 
-MOST_ROWS = 60
+MOST_ROWS = 24
 
 
 @dataclass(frozen=True)
 class Row:
-    """Layers that follow each other with one strategy: a layer with those that only go on from it, or modules.
+    """Layers of one placement: a layer with those that only go on from it, or modules.
 
-    `label` is the first one's name, or the modules'; `repeats` how many equal modules it stands for.
+    Args:
+        label: the first one's name, or the modules'.
+        repeats: how many equal modules it stands for.
+        run: a number that the rows of one repeated sequence share, where it has several.
     """
 
     label: str
     layers: tuple[LayerReport, ...]
     repeats: int = 1
+    run: int | None = None
 
     @property
     def strategy(self) -> Strategy:
         """The strategy of all its layers, but for the name of the axis."""
         return self.layers[0].strategy
+
+    @property
+    def words(self) -> str:
+        """The strategy with the axes of all layers that have weights."""
+        group = StrategyGroup(self.strategy, (TableLine(self.label, self.layers),))
+        return group.words if self.strategy.shards > 1 else self.strategy.describe()
 
     @property
     def count(self) -> str:
@@ -52,77 +68,112 @@ class Row:
 
 
 def net_rows(decision: Decision, limit: int = MOST_ROWS) -> tuple[Row, ...]:
-    """The net's rows in forward order, as detailed as `limit` allows."""
-    graph = decision.priced.graph if decision.priced is not None else None
-    layers = _folded(decision.layers, graph)
-    if len(layers) <= limit:
-        return tuple(layers)
-    deepest = max(row.label.count(".") + 1 for row in layers)
-    levels = [list(_modules(layers, depth)) for depth in range(deepest, -1, -1)]
-    rows = levels[-1]
-    for own, coarser in pairwise(levels):
-        if len(own) <= limit:
-            return tuple(own)
-        if len(coarser) > limit or len(coarser) < limit / 4:  # repeated modules tell more than what is around them
-            rows = list(_equal(own))
-            if len(rows) <= limit:
-                return tuple(rows)
-    if len(levels[-1]) <= limit:
-        return tuple(levels[-1])
+    """The net's rows in forward order: one by placement where all layers with weights share it, else by module."""
+    layers, graph = decision.layers, decision.priced.graph if decision.priced is not None else None
+    weighted = [layer for layer in layers if layer.parameters] or layers
+    if len({placement(layer.strategy) for layer in weighted}) == 1:
+        runs = (tuple(run) for _, run in groupby(layers, key=lambda layer: placement(layer.strategy)))
+        found = tuple(_row(run) for run in runs)
+        if len(found) <= limit:
+            return found
+    return _grouped(layers, graph, limit)
+
+
+def inside(row: Row, graph: LayerGraph | None, limit: int = MOST_ROWS) -> tuple[Row, ...]:
+    """The rows of what a row stands for, of the first of equal modules; none where it has no more to tell."""
+    layers = row.layers[: len(row.layers) // row.repeats]
+    found = _grouped(layers, graph, limit)
+    same = len(found) == 1 and len(found[0].layers) == len(row.layers) and found[0].repeats == row.repeats
+    return () if same or (len(found) == 1 and found[0].repeats == 1) else found
+
+
+def _row(layers: Sequence[LayerReport]) -> Row:
+    ends = dict.fromkeys((layers[0].name, layers[-1].name))
+    return Row(" … ".join(ends), tuple(layers))
+
+
+def _grouped(layers: Sequence[LayerReport], graph: LayerGraph | None, limit: int) -> tuple[Row, ...]:
+    """Every layer where these are few; else modules, as deep as equal ones in a row begin, or as `limit` allows."""
+    deepest = max(layer.name.count(".") + 1 for layer in layers)
+    rows = _folded([Row(layer.name, (layer,)) for layer in layers], graph)
+    if len(rows) <= limit:
+        return _folded(_repeated([Row(layer.name, (layer,)) for layer in layers]), graph)
+    levels = [_folded(_repeated(_modules(layers, depth)), graph) for depth in range(1, deepest + 1)]
+    few = [level for level in levels if 1 < len(level) <= limit]
+    repeated = (level for level in levels if len(level) <= limit and any(row.repeats > 1 for row in level))
+    found = next(repeated, few[-1] if few else None)
+    if found is not None:
+        return found
+    rows = max((level for level in levels), key=len)
     size = math.ceil(len(rows) / limit)
-    runs = [list(run) for _, run in groupby(rows, key=lambda row: _place(row.strategy))]
+    runs = [list(run) for _, run in groupby(rows, key=lambda row: placement(row.strategy))]
     return tuple(_joined(run[start : start + size]) for run in runs for start in range(0, len(run), size))
 
 
-def _folded(layers: Iterable[LayerReport], graph: LayerGraph | None) -> list[Row]:
-    """Layers without weights, and norms, join the row that feeds them, if they are where it is."""
-    rows: list[list[LayerReport]] = []
-    for layer in layers:
-        fed = bool(rows) and (graph is None or any(graph.digraph.has_edge(one.name, layer.name) for one in rows[-1]))
+def _modules(layers: Iterable[LayerReport], depth: int) -> list[Row]:
+    """Adjacent layers of one placement and one module of so many name parts."""
+
+    def module(layer: LayerReport) -> tuple[Hashable, ...]:
+        return ".".join(layer.name.split(".")[:depth]), placement(layer.strategy)
+
+    runs = [(str(name), tuple(own)) for (name, _), own in groupby(layers, key=module)]
+    names = [name for name, _ in runs]
+    # A module whose layers are in several places has several rows, each named by its own layers.
+    return [Row(name, own) if names.count(name) == 1 < len(own) else _row(own) for name, own in runs]
+
+
+def _repeated(rows: Sequence[Row]) -> list[Row]:
+    """Three and more equal rows, or sequences of rows, behind each other as one: names up to numbers, kinds, sizes."""
+
+    def key(row: Row) -> Hashable:
+        parts = ((NUMBER.sub("#", layer.name), layer.kind, layer.parameters) for layer in row.layers)
+        return placement(row.strategy), NUMBER.sub("#", row.label), tuple(parts)
+
+    found, at = list[Row](), 0
+    for number, run in enumerate(repeats([key(row) for row in rows])):
+        if run.count < LEAST:
+            continue
+        found += rows[at : run.start]
+        at = run.start + run.period * run.count
+        for offset in range(run.period):
+            copies = rows[run.start + offset : at : run.period]
+            layers = tuple(layer for copy in copies for layer in copy.layers)
+            label = name_span([copy.label for copy in copies])
+            found.append(Row(label, layers, run.count, number if run.period > 1 else None))
+    return [*found, *rows[at:]]
+
+
+def _folded(rows: Iterable[Row], graph: LayerGraph | None) -> tuple[Row, ...]:
+    """Single layers without weights, and norms, join the row that feeds them, if they are where it is."""
+    found: list[Row] = []
+    for row in rows:
+        last, each = found[-1] if found else None, len(row.layers) // row.repeats
+        layer, alike = row.layers[0], last is not None and (last.repeats, last.run) == (row.repeats, row.run)
         light = "norm" in layer.kind or (graph is not None and not graph.layers[layer.name].parameters)
-        if fed and light and _place(rows[-1][0].strategy) == _place(layer.strategy):
-            rows[-1].append(layer)
+        if (
+            last is not None and alike and light and each == 1
+            and (row.repeats == 1 or row.run is not None)
+            and placement(last.strategy) == placement(row.strategy)
+            and (graph is None or any(graph.digraph.has_edge(one.name, layer.name) for one in last.layers))
+        ):  # fmt: skip
+            found[-1] = replace(last, layers=_interleaved(last, row))
         else:
-            rows.append([layer])
-    return [Row(own[0].name, tuple(own)) for own in rows]
+            found.append(row)
+    return tuple(found)
 
 
-def _place(strategy: Strategy) -> tuple[object, ...]:
-    return strategy.replicas, strategy.shards, strategy.devices
-
-
-def _modules(rows: Sequence[Row], depth: int) -> Iterator[Row]:
-    """Adjacent rows of one strategy and one module of so many name parts."""
-
-    def module(row: Row) -> tuple[object, ...]:
-        return (*row.label.split(".")[:depth], _place(row.strategy))
-
-    for _, own in groupby(rows, key=module):
-        listed = list(own)
-        prefix = ".".join(listed[0].label.split(".")[:depth])
-        yield listed[0] if len(listed) == 1 else Row(prefix or listed[0].label, _layers(listed))
-
-
-def _equal(rows: Sequence[Row]) -> Iterator[Row]:
-    """Equal modules of a sequence as one: numbered, of the same kinds of layers, in the same places."""
-
-    def signature(row: Row) -> tuple[object, ...]:
-        head, _, number = row.label.rpartition(".")
-        alike = head if number.isdigit() else row.label
-        return (_place(row.strategy), alike, tuple(layer.kind for layer in row.layers))
-
-    for _, own in groupby(rows, key=signature):
-        listed = list(own)
-        label = f"{listed[0].label} … {listed[-1].label}"
-        yield listed[0] if len(listed) == 1 else Row(label, _layers(listed), len(listed))
+def _interleaved(row: Row, more: Row) -> tuple[LayerReport, ...]:
+    """The layers of both, those of every repeat together."""
+    size, added = len(row.layers) // row.repeats, len(more.layers) // more.repeats
+    parts = (
+        (*row.layers[number * size : (number + 1) * size], *more.layers[number * added : (number + 1) * added])
+        for number in range(row.repeats)
+    )
+    return tuple(layer for part in parts for layer in part)
 
 
 def _joined(rows: Sequence[Row]) -> Row:
-    return rows[0] if len(rows) == 1 else Row(f"{rows[0].label} … {rows[-1].label}", _layers(rows))
-
-
-def _layers(rows: Iterable[Row]) -> tuple[LayerReport, ...]:
-    return tuple(layer for row in rows for layer in row.layers)
+    return rows[0] if len(rows) == 1 else _row([layer for row in rows for layer in row.layers])
 
 
 @dataclass(frozen=True)
@@ -141,12 +192,12 @@ class Connections:
 
 
 def connections(rows: Sequence[Row], graph: LayerGraph) -> Connections:
-    """The graph's connections, row by row."""
+    """The graph's connections between the layers of these rows, row by row."""
     where: Mapping[str, tuple[int, int]] = {
         layer.name: (index, place) for index, row in enumerate(rows) for place, layer in enumerate(row.layers)
     }
-    edges = [(where[source], where[target]) for source, target in graph.digraph.edges]
+    edges = [(where[one], where[other]) for one, other in graph.digraph.edges if one in where and other in where]
     pairs = {(source, target) for (source, _), (target, _) in edges}
     others = sorted((pair for pair in pairs if pair[1] - pair[0] > 1), key=lambda pair: (pair[1] - pair[0], pair))
-    inside = (row for (row, start), (other, end) in edges if row == other and end - start > 1)
-    return Connections(frozenset(t for s, t in pairs if t - s == 1), tuple(others), frozenset(inside))
+    skipping = (row for (row, start), (other, end) in edges if row == other and end - start > 1)
+    return Connections(frozenset(t for s, t in pairs if t - s == 1), tuple(others), frozenset(skipping))

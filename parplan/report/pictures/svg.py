@@ -6,13 +6,30 @@ sheet. The colours of strategies and of kinds of work differ in lightness too, f
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-__all__ = ["COLOURS", "MONOSPACE", "SANS", "Colour", "Drawing", "Element", "add", "fill", "line", "theme"]
+__all__ = [
+    "BROAD",
+    "COLOURS",
+    "MONOSPACE",
+    "NARROW",
+    "SANS",
+    "Colour",
+    "Drawing",
+    "Element",
+    "add",
+    "fill",
+    "line",
+    "theme",
+]
 
 Element = ElementTree.Element
+BROAD, NARROW = 1000.0, 460.0
+"""Widths of drawings: of a page or a file, and of a page on a telephone, where names stand above what they name."""
+HEAD, MARGIN = 34.0, 12.0
 SANS = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 MONOSPACE = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
@@ -89,14 +106,16 @@ class Drawing:
 
     Args:
         name: prefix of its ids, unique on a page.
+        how: how it is read, in a sentence that stands beside it on a page and below it in a file.
     """
 
-    def __init__(self, name: str, width: float, height: float, title: str, description: str) -> None:
-        self.width, self.height = width, height
+    def __init__(self, name: str, size: tuple[float, float], title: str, description: str, how: str = "") -> None:
+        self.width, self.height = size
+        self.title, self.how = title, how
         self.root = ElementTree.Element(
             "svg",
             {
-                "viewBox": f"0 0 {width:g} {height:g}",
+                "viewBox": f"0 0 {self.width:g} {self.height:g}",
                 "role": "img",
                 "aria-labelledby": f"{name}-title {name}-description",
                 "id": name,
@@ -108,18 +127,24 @@ class Drawing:
         add(self.root, "desc", description, id=f"{name}-description")
 
     def inline(self) -> str:
-        """The markup inside of a page, which brings the style sheet."""
+        """The markup inside of a page, which brings the style sheet, a heading and the sentence."""
         return ElementTree.tostring(self.root, encoding="unicode")
 
     def standalone(self) -> str:
-        """The text of a file of its own, on paper of its own."""
-        root = ElementTree.Element(
-            "svg", {"xmlns": "http://www.w3.org/2000/svg", "width": f"{self.width:g}", "height": f"{self.height:g}"}
-        )
+        """The text of a file of its own, on paper of its own, with title and sentence."""
+        lines = textwrap.wrap(self.how, int(self.width / 5.6))
+        top, height = HEAD, HEAD + self.height + 15.0 * len(lines) + 8
+        box = f"{-MARGIN:g} {-top:g} {self.width + 2 * MARGIN:g} {height:g}"
+        root = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg"})
         root.attrib.update(self.root.attrib)
+        root.attrib.update({"viewBox": box, "width": f"{self.width + 2 * MARGIN:g}", "height": f"{height:g}"})
         title, description, *drawn = self.root
         root.extend([title, description])
         add(root, "style", theme())
-        add(root, "rect", width="100%", height="100%", **fill("paper"))
+        add(root, "rect", x=-MARGIN, y=-top, width="100%", height="100%", **fill("paper"))
+        add(root, "text", self.title, x=0, y=-top + 22, font_weight=600, font_size=14, **fill("ink"))
         root.extend(drawn)
+        words = add(root, "g", font_size=11, **fill("soft"))
+        for number, text in enumerate(lines):
+            add(words, "text", text, x=0, y=self.height + 12 + 15 * number)
         return f"{ElementTree.tostring(root, encoding='unicode')}\n"

@@ -8,15 +8,17 @@ from math import floor, log10
 from parplan.planner.simulation.step_tasks import Kind, Lane
 from parplan.report import units
 from parplan.report.pictures.lanes import LANE_WORDS, Block, DeviceLanes, LaneBlocks
-from parplan.report.pictures.svg import MONOSPACE, Drawing, Element, add, fill, line
+from parplan.report.pictures.svg import BROAD, MONOSPACE, NARROW, Drawing, Element, add, fill, line
 from parplan.report.pictures.text import shortened, visible
 
-__all__ = ["LEFT", "PLOT", "Drawn", "block_words", "draw_timeline", "ticks"]
+__all__ = ["APART", "CHARACTER", "Drawn", "block_words", "draw_timeline", "edges", "ticks"]
 
-LEFT, PLOT, TOP = 168.0, 812.0, 44.0
-TALL, FLAT, GAP = 24.0, 13.0, 14.0
+TOP, TALL, FLAT, GAP = 22.0, 24.0, 14.0, 14.0
+HOW = ("Time goes from left to right, and each band is a device: a block is a layer's forward or backward, a transfer "
+       "or a gradient sum, in the colours of the legend; a pale one is a wait for what has that colour.")  # fmt: skip
 CHARACTER = 6.1  # of a label, in units of the drawing
 MOST_DEVICES = 24
+APART = 80  # between the moments of an axis
 LIGHT = (Kind.FORWARD, Kind.TRANSFER)
 """Kinds in a colour that a dark text can be read on."""
 KIND_WORDS = {
@@ -33,52 +35,68 @@ Drawn = tuple[Block, str, float]
 """A block of the picture, the label that it has where there is room (empty: none ever), and that one's y."""
 
 
+def edges(width: float) -> tuple[float, float]:
+    """Where time begins, right of the lanes' names, and how wide it is drawn."""
+    left = 84.0 if width <= NARROW else 168.0
+    return left, width - left - 14
+
+
 def draw_timeline(
-    drawn: Sequence[DeviceLanes], step_s: float, model: str, numbered: list[Drawn] | None = None
+    drawn: Sequence[DeviceLanes],
+    step_s: float,
+    model: str,
+    numbered: list[Drawn] | None = None,
+    width: float = BROAD,
+    name: str = "step",
 ) -> Drawing:
     """The picture of a step.
 
     Args:
         drawn: devices on which everything happens at the same times are one entry (lanes.drawn_lanes).
         step_s: the length of the step.
-        numbered: if given, is filled with the blocks in the order of the numbers that they carry then, for a script
-            that zooms and explains them.
+        numbered: if given, the blocks are added in the order of the numbers that they carry then, for a script that
+            zooms and explains them.
+        width: BROAD, or NARROW with the names of devices above their lanes.
+        name: prefix of its ids, unique on a page.
     """
-    shown = drawn[:MOST_DEVICES]
-    height = TOP + sum(GAP + sum(lane_height(lane) for lane in one.lanes) for one in shown) + 46
-    scale = units.step(step_s)
-    title = f"{visible(model, 60)}: the predicted step, {scale.text(step_s)}"
-    drawing = Drawing("step", LEFT + PLOT + 20, height, title, _description(shown, step_s))
-    root = drawing.root
-    add(root, "text", title, x=4, y=18, font_weight=600, font_size=14, **fill("ink"))
-    bottom = height - 40
-    axis = add(root, "g", font_size=10.5, text_anchor="middle", id="step-axis", **fill("soft"))
-    for at_s, words in ticks(0.0, step_s):
-        x = LEFT + PLOT * at_s / step_s if step_s > 0 else LEFT
+    (left, long), shown = edges(width), drawn[:MOST_DEVICES]
+    above = 18.0 if width <= NARROW else 0.0
+    tall = sum(GAP + above + sum(lane_height(lane) for lane in one.lanes) for one in shown)
+    keys = _legend_rows(shown, left, width)
+    more = f"{len(drawn) - len(shown)} more rows of devices are not drawn; the trace has them all"
+    height = TOP + tall + 8 + 18 * (len(keys) + (len(drawn) > len(shown)))
+    title = f"{visible(model, 60)}: the predicted step, {units.step(step_s).text(step_s)}"
+    drawing = Drawing(name, (width, height), title, _description(shown, step_s), HOW)
+    root, bottom = drawing.root, TOP + tall - 6
+    axis = add(root, "g", font_size=10.5, text_anchor="middle", id=f"{name}-axis", **fill("soft"))
+    for at_s, words in ticks(0.0, step_s, int(long / APART)):
+        x = left + long * at_s / step_s if step_s > 0 else left
         add(axis, "path", d=f"M{x:.2f} {TOP - 6:g}V{bottom:g}", **line("rule"))
         add(axis, "text", words, x=x, y=TOP - 10)
     plot = add(
-        root, "svg", x=LEFT, y=TOP, width=PLOT, height=bottom - TOP, viewBox=f"0 0 {PLOT:g} {bottom - TOP:g}",
-        preserveAspectRatio="none", id="step-plot", overflow="hidden",
+        root, "svg", x=left, y=TOP, width=long, height=bottom - TOP, viewBox=f"0 0 {long:g} {bottom - TOP:g}",
+        preserveAspectRatio="none", id=f"{name}-plot", overflow="hidden",
     )  # fmt: skip
     heads = add(root, "g", **fill("ink"))
     lanes = add(root, "g", font_size=10, text_anchor="end", **fill("soft"))
-    labels = add(root, "g", font_family=MONOSPACE, font_size=10, id="step-labels")
+    labels = add(root, "g", font_family=MONOSPACE, font_size=10, id=f"{name}-labels")
     y = 0.0
     for one in shown:
-        text = add(heads, "text", shortened(units.devices(one.devices), 22), x=4, y=TOP + y + 16, font_weight=600)
+        said = shortened(units.devices(one.devices), 22 if not above else 60)
+        text = add(heads, "text", said, x=4, y=TOP + y + (12 if above else 16), font_weight=600)
         add(text, "title", units.devices(one.devices))
+        y += above
         for lane in one.lanes:
-            tall = lane_height(lane)
-            add(lanes, "text", LANE_WORDS[lane.lane] if not lane.place else "", x=LEFT - 8, y=TOP + y + tall / 2 + 3.5)
-            add(plot, "rect", x=0, y=y + 1, width=PLOT, height=tall - 2, **fill("hollow"))
-            _draw_blocks(plot, labels, lane, y, step_s, numbered)
-            y += tall
+            high = lane_height(lane)
+            add(lanes, "text", LANE_WORDS[lane.lane] if not lane.place else "", x=left - 8, y=TOP + y + high / 2 + 3.5)
+            add(plot, "rect", x=0, y=y + 1, width=long, height=high - 2, **fill("hollow"))
+            _draw_blocks((plot, labels), lane, y, (left, long / step_s if step_s > 0 else 0.0), numbered)
+            y += high
         y += GAP
-    _legend(root, shown, height - 16)
+    for number, row in enumerate(keys):
+        _draw_legend(root, row, bottom + 22 + 18 * number)
     if len(drawn) > len(shown):
-        said = f"{len(drawn) - len(shown)} more rows of devices are not drawn; the trace has them all"
-        add(root, "text", said, x=LEFT, y=height - 32, font_size=11, **fill("soft"))
+        add(root, "text", more, x=left, y=height - 6, font_size=11, **fill("soft"))
     return drawing
 
 
@@ -101,17 +119,17 @@ def _description(shown: Sequence[DeviceLanes], step_s: float) -> str:
 
 
 def _draw_blocks(
-    plot: Element, labels: Element, lane: LaneBlocks, y: float, step_s: float, numbered: list[Drawn] | None
+    at: tuple[Element, Element], lane: LaneBlocks, y: float, scaled: tuple[float, float], numbered: list[Drawn] | None
 ) -> None:
     """The blocks of one lane, grouped by colour, and labels where there is room."""
     groups: dict[tuple[Kind, bool], Element] = {}
-    tall, scale = lane_height(lane), PLOT / step_s if step_s > 0 else 0.0
+    (plot, labels), (left, scale), tall = at, scaled, lane_height(lane)
     for block in lane.blocks:
         key = (block.kind, block.waiting)
         if key not in groups:
             groups[key] = add(plot, "g", **fill(block.kind.value))
             if block.waiting:
-                groups[key].set("opacity", "0.28")
+                groups[key].set("opacity", "0.35")
         x, wide = block.start_s * scale, max(block.seconds * scale, 0.05)
         inset = tall / 3 if block.waiting else 1.0
         cell = add(groups[key], "path", d=f"M{x:.2f} {y + inset:g}h{wide:.2f}v{tall - 2 * inset:g}h-{wide:.2f}z")
@@ -121,22 +139,40 @@ def _draw_blocks(
             numbered.append((block, label, TOP + y + 15.5))
         if label and wide > CHARACTER * len(label) + 6:
             light = block.kind in LIGHT
-            said = add(labels, "text", label, x=LEFT + x + 3, y=TOP + y + 15.5)
+            said = add(labels, "text", label, x=left + x + 3, y=TOP + y + 15.5)
             said.attrib.update({"class": "on-light" if light else "on-dark", "fill": "#10151b" if light else "#ffffff"})
 
 
-def _legend(root: Element, shown: Sequence[DeviceLanes], y: float) -> None:
-    """The kinds of work that appear."""
-    found = {block.kind for one in shown for lane in one.lanes for block in lane.blocks}
-    waits = any(block.waiting for one in shown for lane in one.lanes for block in lane.blocks)
-    x, words = LEFT, add(root, "g", font_size=11, **fill("soft"))
-    for kind in (kind for kind in Kind if kind in found):
-        add(root, "rect", x=x, y=y - 9, width=11, height=11, rx=2, **fill(kind.value))
-        add(words, "text", KIND_WORDS[kind], x=x + 16, y=y)
-        x += 34 + 6.2 * len(KIND_WORDS[kind])
-    if waits:
-        add(root, "rect", x=x, y=y - 5, width=18, height=4, opacity=0.28, **fill("transfer"))
-        add(words, "text", "pale: waiting for it", x=x + 24, y=y)
+Key = tuple[float, str, str]
+"""One entry of a legend: its x, colour and words."""
+
+
+def _legend_rows(shown: Sequence[DeviceLanes], left: float, width: float) -> list[list[Key]]:
+    """The kinds of work that appear, in as many rows as they need."""
+    blocks = [block for one in shown for lane in one.lanes for block in lane.blocks]
+    found = {block.kind for block in blocks}
+    named = [(kind.value, KIND_WORDS[kind]) for kind in Kind if kind in found]
+    named += [("wait", "pale: waiting for it")] * any(block.waiting for block in blocks)
+    left = left if width > NARROW else 4.0
+    rows, x = [list[Key]()], left
+    for role, words in named:
+        long = 34 + 6.2 * len(words)
+        if x + long - 12 > width and rows[-1]:
+            rows.append([])
+            x = left
+        rows[-1].append((x, role, words))
+        x += long
+    return rows
+
+
+def _draw_legend(root: Element, keys: Sequence[Key], y: float) -> None:
+    words = add(root, "g", font_size=11, **fill("soft"))
+    for x, role, text in keys:
+        if role == "wait":
+            add(root, "rect", x=x - 4, y=y - 5, width=15, height=4, opacity=0.35, **fill("transfer"))
+        else:
+            add(root, "rect", x=x, y=y - 9, width=11, height=11, rx=2, **fill(role))
+        add(words, "text", text, x=x + 16, y=y)
 
 
 def block_words(block: Block) -> str:

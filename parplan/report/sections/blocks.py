@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from parplan.plan import Strategy
 from parplan.planner.decision import LayerReport
 
-__all__ = ["Block", "Repeat", "folded", "name_span", "placement", "repeated_blocks", "repeats"]
+__all__ = ["LEAST", "NUMBER", "Block", "Repeat", "folded", "name_span", "placement", "repeated_blocks", "repeats"]
 
 NUMBER = re.compile(r"\d+")
+LEAST = 3
+"""Equal neighbours from which on a page shows one: two are read as fast as said."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,13 @@ def folded(layers: Sequence[LayerReport]) -> list[tuple[LayerReport, ...]]:
     return [tuple(line) for line in lines]
 
 
-def repeated_blocks(layers: Sequence[LayerReport]) -> list[Block]:
-    """The folded lines of the layers, those of equal blocks in a row once, with the layers of all."""
-    lines = folded(layers)
+def repeated_blocks(lines: Sequence[tuple[LayerReport, ...]], least: int = 2) -> list[Block]:
+    """The lines, those of `least` and more equal blocks in a row once, with the layers of all."""
     keys = [_key(line) for line in lines]
     found, at = list[Block](), 0
     for number, run in enumerate(repeats(keys)):
+        if run.count < least:
+            continue
         found += [Block(line) for line in lines[at : run.start]]
         for offset in range(run.period):
             copies = [lines[run.start + index * run.period + offset] for index in range(run.count)]

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from parplan.plan import Strategy
 from parplan.planner.decision import LayerReport
-from parplan.report.sections.blocks import Block, name_span, placement, repeated_blocks
+from parplan.report.sections.blocks import Block, folded, name_span, placement, repeated_blocks
 from parplan.report.units import counted, devices
 
 __all__ = ["LIMIT", "StrategyGroup", "TableLine", "block_groups", "group_layers"]
@@ -183,7 +183,7 @@ def group_layers(layers: Sequence[LayerReport], limit: int | None = LIMIT) -> tu
 
 def block_groups(layers: Sequence[LayerReport]) -> tuple[StrategyGroup, ...]:
     """Adjacent layers of one placement, those without weights folded, repeated blocks once."""
-    blocks = repeated_blocks(layers)
+    blocks = repeated_blocks(folded(layers))
     places: dict[int, set[Hashable]] = {}
     for block in blocks:
         if block.run is not None:

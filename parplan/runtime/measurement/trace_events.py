@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["TraceSpan", "side_by_side", "trace_json"]
+__all__ = ["TraceCounter", "TraceSpan", "side_by_side", "trace_json"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class TraceSpan:
         lane: what does one thing at a time, Perfetto's thread; spans that overlap get further lanes of the name.
         category: the kind of activity.
         details: more about it, shown when it is selected.
+        sends, receives: numbers of the arrows that begin and end here.
     """
 
     track: str
@@ -27,6 +28,17 @@ class TraceSpan:
     start_s: float
     end_s: float
     details: Mapping[str, object] = field(default_factory=dict)
+    sends: Sequence[int] = ()
+    receives: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class TraceCounter:
+    """Values of one quantity of a track over time; each holds until the next."""
+
+    track: str
+    name: str
+    values: Sequence[tuple[float, float]]
 
 
 def side_by_side(times: Iterable[tuple[float, float]]) -> list[int]:
@@ -46,11 +58,12 @@ def side_by_side(times: Iterable[tuple[float, float]]) -> list[int]:
     return places
 
 
-def trace_json(spans: Iterable[TraceSpan], about: Mapping[str, object]) -> str:
+def trace_json(spans: Iterable[TraceSpan], about: Mapping[str, object], counters: Iterable[TraceCounter] = ()) -> str:
     """The JSON text: complete events in microseconds to a nanosecond, tracks and lanes named in order of appearance.
 
     Args:
         about: facts about all of it.
+        counters: of tracks that have spans.
     """
     lanes: dict[tuple[str, str], list[TraceSpan]] = {}
     for span in spans:
@@ -78,9 +91,21 @@ def trace_json(spans: Iterable[TraceSpan], about: Mapping[str, object]) -> str:
                         "dur": round(end - start, 3), "args": dict(span.details),
                     }
                 )  # fmt: skip
+                events += _arrows(span, pid, tid + place, start, end)
             tid += max(places) + 1
+    for counter in counters:
+        sample: dict[str, object] = {"ph": "C", "name": counter.name, "pid": processes[counter.track], "tid": 0}
+        events += [{**sample, "ts": round(at_s * 1e6, 3), "args": {"value": value}} for at_s, value in counter.values]
     whole = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
     return json.dumps(whole, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _arrows(span: TraceSpan, pid: int, tid: int, start: float, end: float) -> Iterator[dict[str, object]]:
+    """Begins and ends of arrows inside of a span: on its edges they could be taken for its neighbours'."""
+    for phase, numbers, part in (("s", span.sends, 0.25), ("f", span.receives, 0.75)):
+        at = round(start + part * (end - start), 4)
+        own = {"ph": phase, "name": "transfer", "cat": "flow", "pid": pid, "tid": tid, "ts": at}
+        yield from ({**own, "id": number, **({"bp": "e"} if phase == "f" else {})} for number in numbers)
 
 
 def _named(what: str, pid: int, tid: int, args: Mapping[str, object]) -> dict[str, object]:

@@ -37,6 +37,7 @@ from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.pin_constraints import pinned
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.search_space.verifier import check
+from parplan.report import units
 from tests.planner.graphs import perceptron
 from tests.planner.oracle import brute_force
 
@@ -332,7 +333,8 @@ def test_sixteen_devices_from_a_file(
     # The plan is reviewed with the profile, and is no model's.
     assert main([*words[:3], "--plan", out, *words[5:]]) == 0
     reviewed = " ".join(capsys.readouterr().out.split())
-    assert f"step {report['predicted']['step_s'] * 1e3:.2f} ms" in reviewed
+    step_s = report["predicted"]["step_s"]
+    assert f"step {units.step(step_s).text(step_s)}" in reviewed
     assert main(["verify", "examples/alexnet.py", "--plan", out]) == 2
     assert "the plan is for AlexNet (layer profile)" in capsys.readouterr().err
 

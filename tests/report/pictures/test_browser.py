@@ -30,7 +30,8 @@ VIEW = "return document.getElementById('step-plot').getAttribute('viewBox').spli
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small decision's page."""
     file = tmp_path_factory.mktemp("page") / "plan.html"
-    file.write_text(html(priced(residual(), data_parallel(residual(), 2))), encoding="utf-8")
+    plan = data_parallel(residual(), 2).with_layers({"fc": Strategy(1, 2, "out-features", (0, 1))})
+    file.write_text(html(priced(residual(), plan)), encoding="utf-8")
     return file
 
 
@@ -154,9 +155,28 @@ def test_the_theme_follows_the_reader(page: Path) -> None:
 
 @pytest.mark.full
 def test_nothing_is_wider_than_a_telephone(page: Path) -> None:
+    """Pictures are drawn for it, and their texts end inside of them."""
+    wide = """const drawn = [...document.querySelectorAll('.narrow > svg')];
+        return drawn.filter((one) => [...one.querySelectorAll('text')].some((text) =>
+            text.getBoundingClientRect().right > one.getBoundingClientRect().right + 1)).map((one) => one.id)"""
     with browser(size=(500, 800)) as one:
         one.open(page)
         assert one.run("return document.documentElement.scrollWidth <= innerWidth")
+        assert one.run("return [...document.querySelectorAll('.broad')].every((one) => !one.offsetHeight)")
+        assert one.run(wide) == []
+
+
+@pytest.mark.full
+def test_a_row_that_stands_for_more_opens_what_is_inside_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "uniform.html"
+    file.write_text(html(priced(residual(), data_parallel(residual(), 2))), encoding="utf-8")
+    with browser() as one:
+        one.open(file)
+        opened = "return [...document.querySelectorAll('.zoom[open]')].map((one) => one.id)"
+        assert one.run(opened) == []
+        one.run("document.querySelector('#net [data-zoom]').focus()")
+        one.act("key", [{"type": "keyDown", "value": "\ue007"}, {"type": "keyUp", "value": "\ue007"}])
+        assert one.run(opened) == [one.run("return document.querySelector('#net [data-zoom]').dataset.zoom")]
 
 
 def test_hostile_names_run_nothing(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from parplan.graph.capture.capture import capture
 from parplan.plan import Strategy
 from parplan.planner.decision import Alternative, Arrival, Decision
+from parplan.report.pictures.figures import layer_table
 from parplan.report.pictures.page import html
 from parplan.report.pictures.text import visible
 from tests.report.decisions import alexnet
@@ -102,15 +103,76 @@ def test_tables_have_heads_and_pictures_words() -> None:
     scopes = [value for tag, name, value in found.attributes if (tag, name) == ("th", "scope")]
     assert len(scopes) == found.tags["th"]
     roles = [value for tag, name, value in found.attributes if tag == "svg" and name == "role"]
-    assert sorted(roles) == ["group", "img", "img", "img"]  # the rows of the net can be gone to
-    assert found.tags["desc"] == 4
+    nets = sum(1 for tag, name, value in found.attributes if (tag, name) == ("svg", "id") and value.startswith("net"))
+    assert nets == 4  # the net and what is inside of it, for wide and for narrow screens
+    assert sorted(roles) == ["group"] * nets + ["img"] * 6  # the rows of a net can be gone to
+    assert found.tags["desc"] == len(roles)
     assert ("html", "lang", "en") in found.attributes
 
 
+def test_a_sentence_says_how_to_read_each_picture() -> None:
+    text = page().text
+    for section in ("plan-net", "plan-step", "plan-memory", "plan-others"):
+        own = text.split(f'<section id="{section}"', 1)[1].split("</section>", 1)[0]
+        said = re.search(r'<p class="how">([^<]+)</p>', own)
+        assert said is not None
+        assert said[1].endswith(".")
+        assert own.index(said[0]) < own.index("<svg")
+
+
+def test_every_picture_has_a_drawing_for_narrow_screens() -> None:
+    ids = page().ids
+    for name in ("net", "step", "memory", "plans"):
+        assert {name, f"{name}-narrow"} <= set(ids)
+    style = page().styles[0]
+    assert ".narrow{display:none}" in style
+    assert re.search(
+        r"@media screen and \(max-width:760px\)\{[^@]*\.broad\{display:none\}\n\.narrow\{display:block\}", style
+    )
+    assert "min-width:760px" not in style
+
+
+def test_a_row_of_many_layers_is_looked_into_below_the_picture() -> None:
+    found = page()
+    (fold,) = (
+        value for tag, name, value in found.attributes if (tag, name) == ("details", "id") and value.startswith("net-")
+    )
+    opens = [value for _, name, value in found.attributes if name == "data-zoom" and value.startswith("net")]
+    assert opens == [fold, fold]  # a row of each of both drawings
+    inside = found.text.split(f'id="{fold}"', 1)[1].split("</details>", 1)[0]
+    for name in ("first", "second", "third", "fc"):
+        assert f">{name}</text>" in inside
+
+
+def test_reasons_are_in_a_fold() -> None:
+    decision = replace(small(), layers=tuple(replace(one, why=f"why of {one.name}") for one in small().layers))
+    text = html(decision)
+    for one in decision.layers:
+        assert f"<details><summary>why</summary>why of {one.name}" in text
+
+
+def test_equal_neighbours_are_one_row_of_the_table_with_sums() -> None:
+    graph = capture(nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 4)), (torch.randn(4, 8),))
+    table = layer_table(priced(graph, data_parallel(graph, 2)).layers)
+    layers = priced(graph, data_parallel(graph, 2)).layers
+    (row,) = (row for row in table["rows"] if " x" in row[1].text)
+    first, last = re.fullmatch(r"(\d)-(\d), \d x", row[1].text).groups()  # type: ignore[union-attr]
+    run = [layer for layer in layers if layer.name.isdigit() and int(first) <= int(layer.name) <= int(last)]
+    assert len(run) >= 3
+    assert row[1].text == f"{first}-{last}, {len(run)} x"
+    forward = table["heads"].index(next(head for head in table["heads"] if head.startswith("forward")))
+    size = {"µs": 1e-6, "ms": 1e-3}[table["heads"][forward].split("(")[1][:2]]
+    assert float(row[forward].text) * size == pytest.approx(sum(layer.forward_s for layer in run), rel=1e-2)
+    assert table["summed"]
+    assert not layer_table(layers[:2])["summed"]
+
+
 def test_a_row_of_the_net_says_to_keys_and_readers_what_it_says_when_pointed_at() -> None:
-    page_of = re.search(r"<svg[^>]* id=\"net\".*?</svg>", page().text, re.DOTALL)
-    assert page_of is not None
-    targets = [one for one in ElementTree.fromstring(page_of[0]).iter("rect") if one.get("tabindex") == "0"]
+    nets = re.findall(r"<svg[^>]* id=\"(net[^\"]*)\"(.*?)</svg>", page().text, re.DOTALL)
+    assert len(nets) == 4
+    drawn = re.search(r"<svg[^>]* id=\"net-0\".*?</svg>", page().text, re.DOTALL)
+    assert drawn is not None
+    targets = [one for one in ElementTree.fromstring(drawn[0]).iter("rect") if one.get("tabindex") == "0"]
     said = [one.get("aria-label") or "" for one in targets]
     assert said == [one.findtext("title") for one in targets]
     assert {one.get("role") for one in targets} == {"img"}
@@ -199,7 +261,7 @@ def test_five_hundred_layers_without_a_graph_stay_below_a_megabyte() -> None:
     layers = tuple(replace(made.layers[i % 20], name=f"features.denseblock{i // 40}.layer{i}.conv") for i in range(500))
     plan = replace(made.plan, layers={layer.name: layer.strategy for layer in layers})
     text = html(replace(made, layers=layers, plan=plan))
-    assert text.count("layer499.conv</th>") == 1
+    assert text.count("layer499.conv, 25 x</th>") == 1
     assert len(text.encode()) < 1_000_000
 
 
@@ -218,5 +280,5 @@ def test_five_hundred_layers_stay_below_a_megabyte() -> None:
     graph = capture(net, (torch.randn(8, 16),))
     text = html(priced(graph, data_parallel(graph, 8)))
     well_formed(Page(text))
-    assert text.count('<th scope="row">') > 500
+    assert "1-498, 498 x</th>" in text  # the ends take other times
     assert len(text.encode()) < 1_000_000

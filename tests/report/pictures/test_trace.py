@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +39,7 @@ def lanes(text: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
         assert isinstance(event["tid"], int)
         assert isinstance(event["name"], str)
         assert isinstance(event["ts"], (int, float))
-        assert event["ph"] in ("M", "X")
+        assert event["ph"] in ("M", "X", "s", "f", "C")
         if event["ph"] == "M" and event["name"] == "process_name":
             tracks[event["pid"]] = event["args"]["name"]
         elif event["ph"] == "M" and event["name"] == "thread_name":
@@ -53,6 +54,96 @@ def lanes(text: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
         for one, other in pairwise(own):
             assert one["ts"] + one["dur"] <= other["ts"] + 1e-6
     return dict(found)
+
+
+def devices_of(track: str) -> list[int]:
+    """The devices that a predicted track is of: `devices 0-3 (v100-sxm2), predicted; 4 equal devices, written once`."""
+    named = re.fullmatch(r"devices? ([\d, -]+) \(v100-sxm2\), predicted(?:; (\d+) equal devices, written once)?", track)
+    assert named is not None, track
+    ends = [[int(end) for end in run.split("-")] for run in named[1].split(", ")]
+    found = [device for run in ends for device in range(run[0], run[-1] + 1)]
+    assert len(found) == int(named[2] or 1)
+    return found
+
+
+def events(decision: Decision, *phases: str) -> list[dict[str, Any]]:
+    """The trace's events of these phases, in the order of the file."""
+    return [one for one in json.loads(predicted_trace(decision))["traceEvents"] if one["ph"] in phases]
+
+
+def inside(event: dict[str, Any], spans: list[dict[str, Any]]) -> dict[str, Any]:
+    """The one complete event that an arrow's end lies in."""
+    here = [one for one in spans if (one["pid"], one["tid"]) == (event["pid"], event["tid"])]
+    (found,) = (one for one in here if one["ts"] < event["ts"] < one["ts"] + one["dur"])
+    return found
+
+
+@pytest.mark.parametrize("name", ["shards", "passes", "apart"])
+def test_an_arrow_goes_from_each_sending_to_the_receiving_of_the_same(name: str) -> None:
+    decision = DECISIONS[name]()
+    spans, lane_of = events(decision, "X"), {}
+    for one in events(decision, "M"):
+        if one["name"] == "thread_name":
+            lane_of[one["pid"], one["tid"]] = one["args"]["name"].split(" (")[0]
+    ends: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for one in events(decision, "s", "f"):
+        assert one["ph"] not in ends[one["id"]]
+        assert one.get("bp") == (None if one["ph"] == "s" else "e")
+        ends[one["id"]][one["ph"]] = one
+    assert ends
+    for pair in ends.values():
+        assert pair["s"]["ts"] < pair["f"]["ts"]
+        sent, received = inside(pair["s"], spans), inside(pair["f"], spans)
+        assert lane_of[sent["pid"], sent["tid"]] == "sending"
+        assert lane_of[received["pid"], received["tid"]] == "receiving"
+        assert (sent["name"], sent["ts"], sent["dur"]) == (received["name"], received["ts"], received["dur"])
+    moved = [one for one in spans if lane_of[one["pid"], one["tid"]] in ("sending", "receiving")]
+    joined = {
+        (one["pid"], one["tid"], one["ts"]) for own in ends.values() for e in own.values() for one in [inside(e, spans)]
+    }
+    assert joined == {(one["pid"], one["tid"], one["ts"]) for one in moved}
+
+
+def test_transfers_and_sums_say_bytes_and_their_rate() -> None:
+    decision = DECISIONS["apart"]()  # all before `fc` on both devices, which is on device 1 alone
+    (fed,) = decision.priced.graph.layers["fc"].inputs if decision.priced else ()
+    moved = [
+        one
+        for one in events(decision, "X")
+        if one["args"]["of"] == fed and one["cat"] == "transfer" and "bytes" in one["args"]
+    ]
+    assert {one["args"]["bytes"] for one in moved} == {4 * 8 * 64 * 4}  # samples of one replica, features, of float32
+    for one in moved:
+        assert one["args"]["GB/s"] == pytest.approx(one["args"]["bytes"] / one["dur"] * 1e-3, rel=1e-2)
+    sums = {one["args"]["of"]: one["args"]["bytes"] for one in events(DECISIONS["data parallel"](), "X")
+            if one["cat"] == "reduction" and "bytes" in one["args"]}  # fmt: skip
+    assert sums["second"] == 4 * (8 * 8 * 9 + 8)
+
+
+def test_memory_is_a_counter_whose_highest_value_is_the_predicted_peak() -> None:
+    decision = DECISIONS["apart"]()
+    tracks = {one["pid"]: one["args"]["name"] for one in events(decision, "M") if one["name"] == "process_name"}
+    held: dict[int, list[float]] = defaultdict(list)
+    for one in events(decision, "C"):
+        assert one["name"] == "memory (MiB)"
+        held[devices_of(tracks[one["pid"]])[0]].append(one["args"]["value"])
+        assert 0 <= one["ts"] * US <= decision.prediction.step_s
+    peaks = [nbytes / 2**20 for nbytes in decision.prediction.memory_bytes]
+    assert [max(held[device]) for device in (0, 1)] == pytest.approx(peaks)
+
+
+def test_a_step_in_passes_says_why_it_has_no_memory_counter() -> None:
+    decision = in_passes()
+    assert events(decision, "C") == []
+    assert "do not run one after another" in json.loads(predicted_trace(decision))["otherData"]["memory"]
+
+
+def test_equal_devices_are_written_once_with_a_note() -> None:
+    decision = DECISIONS["data parallel"]()
+    names = [one["args"]["name"] for one in events(decision, "M") if one["name"] == "process_name"]
+    assert names == ["devices 0, 1 (v100-sxm2), predicted; 2 equal devices, written once"]
+    apart = [one["args"]["name"] for one in events(DECISIONS["apart"](), "M") if one["name"] == "process_name"]
+    assert [devices_of(name) for name in apart] == [[0], [1]]
 
 
 def spent(events: list[dict[str, Any]]) -> dict[str, float]:
@@ -84,9 +175,8 @@ def test_every_lane_is_named_and_the_compute_lanes_add_up_to_the_step(name: str)
     decision = DECISIONS[name]()
     found = lanes(predicted_trace(decision))
     compute = {track: own for (track, lane), own in found.items() if lane == "compute"}
-    assert len(compute) == decision.plan.devices
-    for device, (track, own) in enumerate(compute.items()):
-        assert track == f"device {device} (v100-sxm2), predicted"
+    assert [device for track in compute for device in devices_of(track)] == list(range(decision.plan.devices))
+    for own in compute.values():
         total_s = sum(spent(own).values())
         assert total_s == pytest.approx(decision.prediction.step_s, rel=1e-6, abs=ROUNDING * len(own))
 
