@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from parplan.api import analyze, compile, verify
     from parplan.cluster import Cluster
     from parplan.errors import ParplanError
+    from parplan.graph.user_code.module_hooks import whole
     from parplan.plan import Plan
     from parplan.runtime.data import PlanSampler, shard_dataset
     from parplan.runtime.module.checkpoints import load_checkpoint, save_checkpoint
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cluster", "ParplanError", "Plan", "PlanSampler", "__version__", "analyze", "compile", "data_parallel",
-    "load_checkpoint", "save_checkpoint", "shard_dataset", "verify",
+    "load_checkpoint", "save_checkpoint", "shard_dataset", "verify", "whole",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ _HOMES = {
     "save_checkpoint": "parplan.runtime.module.checkpoints",
     "shard_dataset": "parplan.runtime.data",
     "verify": "parplan.api",
+    "whole": "parplan.graph.user_code.module_hooks",
 }
 
 

@@ -14,9 +14,11 @@ __all__ = [
     "ModelError",
     "ParplanError",
     "PinError",
+    "PlainModuleWarning",
     "PlanError",
     "PlannedMemoryWarning",
     "ProfileError",
+    "ReplicaHookWarning",
     "RuleError",
     "RuntimeFailure",
     "SelfCheckError",
@@ -101,8 +103,16 @@ class SelfCheckError(RuntimeFailure):
         self.layer = layer
 
 
+class ReplicaHookWarning(UserWarning):
+    """A module hook sees a part of the samples, or is not called in this process; the text names the remedy."""
+
+
 class UncheckedWarning(UserWarning):
     """The planned program was not compared with the plain module; the text says why."""
+
+
+class PlainModuleWarning(UserWarning):
+    """The plain module ran in place of a plan, with the samples of one process; the text says why."""
 
 
 class PlannedMemoryWarning(UserWarning):

@@ -86,6 +86,17 @@ class ModelCall:
 
         return (str(self.spec), tuple(map(mark, self.leaves)))
 
+    @cached_property
+    def form(self) -> Hashable:
+        """The facts that calls have in common which differ in sizes and numbers alone, as steps of decoding do."""
+
+        def mark(leaf: Any) -> Hashable:
+            if isinstance(leaf, Tensor):
+                return (leaf.dim(), self.has_samples(leaf), leaf.dtype, leaf.requires_grad)
+            return (type(leaf).__name__, "" if type(leaf) in (int, float) else repr(leaf))
+
+        return (str(self.spec), tuple(map(mark, self.leaves)))
+
     def has_samples(self, leaf: Any) -> bool:
         """Whether a leaf is a tensor that is cut over replicas; others are shared."""
         return isinstance(leaf, Tensor) and leaf.dim() > self.dim and leaf.shape[self.dim] == self.batch

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,9 +26,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 
 __all__ = [
     "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "call_hooks_with_gradients_only",
-    "gradient_hooks", "group_timeout", "in_backward", "keeps_graph", "local_ops_only", "memory_in_use",
-    "recomputed_once", "replace_given_data", "state_by_block", "support_foreach", "tensors_of_memory", "version",
-    "without_tensor_hooks", "without_weak_references", "wrapper_tensor", "write_counter", "writes",
+    "default_store", "gradient_hooks", "group_timeout", "in_backward", "keeps_graph", "local_ops_only", "memory_in_use",
+    "read_all", "recomputed_once", "replace_given_data", "state_by_block", "support_foreach", "tensors_of_memory",
+    "version", "without_tensor_hooks", "without_weak_references", "wrapper_tensor", "write_counter", "writes",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Tensor)
@@ -211,6 +211,21 @@ def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
     except (AttributeError, RuntimeError):
         pass
     return None
+
+
+def default_store() -> Any:
+    """The store that the processes of the default group found each other through.
+
+    Raises:
+        ValueError: there is no group, or no longer.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def read_all(store: Any, keys: Sequence[str]) -> list[bytes]:
+    """The values of keys of a store, in one message where it knows how; waits for those that are not there."""
+    found: list[bytes] = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    return found
 
 
 def recomputed_once() -> AbstractContextManager[object]:

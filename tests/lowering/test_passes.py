@@ -20,6 +20,9 @@ from tests.runtime.helpers import planner
 from tests.runtime.module.test_train_step import hybrid
 from tests.runtime.nets import mlp
 
+# Hooks here are meant to see one replica's samples.
+pytestmark = pytest.mark.filterwarnings("ignore::parplan.errors.ReplicaHookWarning")
+
 
 def program(devices: int, scheme: Scheme, fewest: int = 1, processes: bool = True) -> Program:
     case = hybrid(devices, scheme, {}, fewest)

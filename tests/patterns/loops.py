@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -285,6 +286,24 @@ def averaged_model(run: Run) -> None:
         average.update_parameters(model)
     with torch.no_grad():
         run.rows("scores", average(run.randn(BATCH, 6)))
+
+
+@SECTION("rank 0 evaluates and saves a plain copy alone (`model.plain()` on all ranks), between steps")
+def plain_copy(run: Run) -> None:
+    model = run.compile(conv_net())
+    optimizer = sgd(model)
+    for _ in range(2):
+        steps(run, model, optimizer, 1, shape=(3, 6, 6))
+        plain = model.plain() if run.compiled else copy.deepcopy(model)
+        x = torch.randn(BATCH, 3, 6, 6, generator=run.draws)
+        found = {}
+        if run.rank == 0:
+            plain.eval()
+            with torch.no_grad():
+                found = {f"scores of {samples}": plain(x[:samples]) for samples in (1, BATCH)}
+            found |= {name: value.clone() for name, value in plain.state_dict().items()}
+        for name, value in run.from_first(partial(dict, found)).items():
+            run.same(name, value)
 
 
 @SECTION("evaluation in the middle: `eval()` with `no_grad` and `inference_mode`")

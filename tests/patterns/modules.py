@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+import parplan
 from benchmarks.training import Run
 from tests.patterns.nets import BATCH, Mlp, conv_net, sgd, steps, train
 from tests.patterns.pattern import Section
@@ -53,16 +54,15 @@ def backward_hook_apart(run: Run) -> None:
     steps(run, model, sgd(model))
 
 
-@SECTION("features kept by a forward hook, for reading", free=("body",))
+@SECTION("features kept by a forward hook that is marked for reading: `parplan.whole(hook)`", free=("body",))
 def feature_hooks(run: Run) -> None:
-    kept: list[Tensor] = []
+    kept: dict[str, Tensor] = {}
     model = run.compile(Mlp())
-    model.body.register_forward_hook(lambda m, args, out: kept.append(out.detach()))
+    model.body.register_forward_hook(parplan.whole(lambda m, args, out: kept.update(features=out.detach())))
     optimizer = sgd(model)
     for _ in range(2):
-        kept.clear()
         steps(run, model, optimizer, 1)
-        run.rows("features", torch.cat(kept))
+        run.rows("features", kept["features"])
 
 
 @SECTION("hooks of the compiled model itself")

@@ -23,12 +23,14 @@ from parplan.runtime.compat import (
     FOREACH_CLASSES,
     as_subclass_with_dispatch,
     become,
+    default_store,
     gradient_hooks,
     group_timeout,
     in_backward,
     keeps_graph,
     local_ops_only,
     memory_in_use,
+    read_all,
     replace_given_data,
     state_by_block,
     support_foreach,
@@ -243,6 +245,19 @@ def lone_process() -> Iterator[None]:
 def test_a_process_group_tells_its_timeout() -> None:
     assert group_timeout(None) == timedelta(seconds=77)
     assert group_timeout(dist.new_group([0], timedelta(seconds=5))) == timedelta(seconds=5)
+
+
+@pytest.mark.usefixtures("lone_process")
+def test_the_store_of_the_default_group_is_found() -> None:
+    store = default_store()
+    store.set("a", "1 2")
+    assert read_all(store, ["a"]) == [b"1 2"]
+    assert [store.compare_set("b", "", text) for text in ("first", "second")] == [b"first"] * 2
+    assert [store.check([key]) for key in ("b", "c")] == [True, False]
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="has not been initialized"):
+        default_store()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 
 def test_hooks_on_a_gradient_are_found() -> None:

@@ -23,6 +23,9 @@ from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import compiled, differences, outcome, planner, spread
 from tests.runtime.nets import conv_net, mlp
 
+# Hooks here are meant to see one replica's samples.
+pytestmark = pytest.mark.filterwarnings("ignore::parplan.errors.ReplicaHookWarning")
+
 TWO = (0, 1)
 
 

@@ -31,6 +31,9 @@ from parplan.runtime.transport.local import LocalTransport
 from tests.runtime.helpers import compiled, differences, outcome, planner, spread
 from tests.runtime.nets import conv_net, mlp
 
+# Hooks here are meant to see one replica's samples.
+pytestmark = pytest.mark.filterwarnings("ignore::parplan.errors.ReplicaHookWarning")
+
 META = torch.device("meta")  # a second memory that every machine has
 WAIT_S = 30.0
 

@@ -16,7 +16,7 @@ from operator import is_, xor
 from types import MethodType
 from typing import Any, Protocol
 
-from parplan.graph.attributes.held_values import MISSING, PLAIN, Held, Written, contents, name_of, same, walk
+from parplan.graph.attributes.held_values import MISSING, Held, Written, contents, name_of, same, walk
 from parplan.graph.attributes.number_inputs import Number, is_number
 
 __all__ = ["ClassPlace", "Computed", "Entry", "Guards", "Place"]
@@ -26,8 +26,6 @@ __all__ = ["ClassPlace", "Computed", "Entry", "Guards", "Place"]
 DEEPEST = 20
 
 
-# Values that an error shows.
-TOLD_VALUES = 12
 # Values whose text is the same in every process.
 _TOLD = (bool, int, float, complex, str, bytes, type(None))
 
@@ -149,21 +147,22 @@ class Guards:
                 yield entry
 
     @property
-    def text(self) -> str:
-        """The first plain values among them."""
-        values = [f"{e.path}={e.value!r}" for e in self._own if isinstance(e.value, PLAIN)]
-        values += [f"{number.path}={number.value!r}" for number in self._numbers]
-        return ", ".join(values[:TOLD_VALUES])
+    def told(self) -> list[tuple[str, Any]]:
+        """The plain values among them by path, which processes can compare."""
+        return [*self._plain(), *((number.path, number.value) for number in self._numbers)]
+
+    def _plain(self) -> list[tuple[str, Any]]:
+        entries = [(entry.path, entry.value) for entry in self._own]
+        for held in self._held.values():
+            items = held.items.items()
+            entries += [(name_of(held.path, held.container, k), v) for k, v in items if k not in held.written]
+        return [(path, value) for path, value in entries if isinstance(value, _TOLD)]
 
     @property
     def digest(self) -> int:
         """The same for the same plain values, in every process."""
         if self._told is None:
-            entries = [(entry.path, entry.value) for entry in self._own]
-            for held in self._held.values():
-                items = held.items.items()
-                entries += [(name_of(held.path, held.container, k), v) for k, v in items if k not in held.written]
-            self._told = _digest((path, value) for path, value in entries if isinstance(value, _TOLD))
+            self._told = _digest(self._plain())
         return self._told ^ _digest((number.path, number.value) for number in self._numbers)
 
     def changed_numbers(self) -> Iterator[tuple[Number, Any]]:

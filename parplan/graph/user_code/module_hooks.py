@@ -20,14 +20,42 @@ from typing import Any
 from torch import Tensor, nn
 
 from parplan.compat import HOOK_FIELDS, hooks_of_all_modules, pytree
-from parplan.errors import CaptureError
+from parplan.errors import CaptureError, RuntimeFailure
 from parplan.graph.attributes.stored_results import Template
 from parplan.graph.axes.row_syntax import OpAxis
 from parplan.graph.axes.table import OWN_ROWS, Call, own_op
 from parplan.graph.packed_sequences import Packed
 from parplan.graph.user_line import is_users
 
-__all__ = ["MARKS", "HookWatch", "Site", "Template", "is_torchs", "marked_hooks", "own_hooks", "without_hooks"]
+__all__ = [
+    "MARKS", "HookWatch", "Site", "Template", "is_torchs", "marked_hooks", "own_hooks", "whole", "without_hooks",
+]  # fmt: skip
+
+
+class _Whole:
+    """A hook that only reads, and is called once with all samples of the process."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        if self._hook(*args) is not None:
+            raise RuntimeFailure(
+                f"the hook {getattr(self._hook, '__qualname__', self._hook)} is marked parplan.whole, which is for "
+                "hooks that only read, and it returned a value; let it return None, or register it unmarked"
+            )
+
+
+def whole(hook: Callable[..., Any]) -> Callable[..., None]:
+    """Mark a module hook that only reads, so that it sees whole results however the module's layers are spread.
+
+        model.body.register_forward_hook(parplan.whole(lambda module, args, result: kept.append(result.detach())))
+
+    In one process it is called once, with the samples of all replicas; under torchrun once in every process with that
+    process's samples, as with DistributedDataParallel. The results are gathered for it in every step. Works for forward
+    hooks, pre-hooks and full backward (pre-)hooks, and on a plain model changes nothing.
+    """
+    return _Whole(hook)
 
 
 def pre_hooks(inputs: Sequence[Tensor], site: str) -> list[Tensor]:
@@ -71,6 +99,11 @@ class Site:
     path: str
     inputs: Template | None = None
     outputs: Template | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether a hook of the module wants all samples of a process."""
+        return _has_whole(self.module)
 
 
 def own_hooks(module: nn.Module, registered: Mapping[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:
@@ -147,6 +180,11 @@ def _kinds(module: nn.Module) -> tuple[bool, bool, bool]:
     return bool(own_hooks(module, module._forward_pre_hooks)), bool(own_hooks(module, module._forward_hooks)), back
 
 
+def _has_whole(module: nn.Module) -> bool:
+    registered = (vars(module)[field] for field in HOOK_FIELDS if field.endswith("_hooks"))
+    return any(isinstance(hook, _Whole) for hooks in registered for hook in hooks.values())
+
+
 class _Marks:
     """Stands in for the hooks of one module while it is captured."""
 
@@ -200,4 +238,5 @@ class HookWatch:
             return "hooks of all modules"
         if not any(self._registered):
             return ()
-        return tuple((i, kinds) for i, module in enumerate(self._modules) if any(kinds := _kinds(module)))
+        own = ((i, module, _kinds(module)) for i, module in enumerate(self._modules))
+        return tuple((i, kinds, _has_whole(module)) for i, module, kinds in own if any(kinds))

@@ -47,6 +47,9 @@ class BufferSync:
 
     Args:
         module: whose buffers they are.
+
+    Attributes:
+        stale: the first replica has others than the rest, until the next `run`.
     """
 
     def __init__(self, module: nn.Module, transport: Transport) -> None:
@@ -54,7 +57,7 @@ class BufferSync:
         self._transport = transport
         self._blocks: dict[_ReplicatedBlock, None] = {}
         self._messages: Mapping[tuple[tuple[int, ...], torch.dtype], list[Tensor]] | None = None  # by ranks and type
-        self._stale = False
+        self.stale = False
 
     def know(self, graph: LayerGraph, program: Program) -> None:
         """A program writes buffers; every rank has to call this."""
@@ -77,14 +80,14 @@ class BufferSync:
 
     def written(self) -> None:
         """A training forward has changed the statistics."""
-        self._stale = True
+        self.stale = True
 
     @torch.no_grad()
     def run(self) -> None:
         """Overwrite the other replicas' statistics, if they have changed since the last time."""
-        if not self._stale:
+        if not self.stale:
             return
-        self._stale = False
+        self.stale = False
         if self._messages is None:
             messages: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
             for known in self._blocks:

@@ -7,6 +7,7 @@ by the two marks of a replica.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,17 +17,45 @@ import torch
 from torch import Tensor, fx, nn
 
 from parplan.compat import BackwardHook
-from parplan.errors import PlanError, RuntimeFailure
+from parplan.errors import PlanError, ReplicaHookWarning, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.sites import site_of
 from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, HookSite
 from parplan.graph.user_code.module_hooks import MARKS, Site, Template, own_hooks
 from parplan.lowering.program import Program
+from parplan.plan import Scheme, Strategy
 from parplan.runtime.preserve_state import preserved_generators
 
-__all__ = ["HookCalls"]
+__all__ = ["HookCalls", "with_whole_hooks"]
 
 _PRE, _POST = MARKS
+
+
+def with_whole_hooks(
+    graph: LayerGraph, strategies: Mapping[str, Strategy], scheme: Scheme, processes: int
+) -> Mapping[str, Strategy]:
+    """Strategies in which hooks that are marked `parplan.whole` see all samples of a process.
+
+    Raises:
+        PlanError: the layers run in passes, or what the hook sees has no samples that processes could have apart.
+    """
+    found = dict(strategies)
+    for name, layer in graph.layers.items() if graph.sites else ():
+        sites = [graph.sites[str(node.args[-1])] for node in layer.nodes if node.target in MARKS]
+        if not any(site.whole for site in sites):
+            continue
+        if scheme is not Scheme.GATHER:
+            raise PlanError(f"{name}: parplan.whole(hook) needs a plan without passes; this one is {scheme.value}")
+        if processes == 1:
+            found[name] = Strategy(devices=strategies[name].devices[:1])
+        elif layer.batch is None:
+            raise PlanError(
+                f"{name}: parplan.whole(hook) sees a process's own samples under torchrun, and here samples depend on "
+                "each other; put the hook on a layer whose results have samples, or return the tensor from forward"
+            )
+        else:
+            found[name] = Strategy(processes, 1, None, tuple(range(processes)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -66,6 +95,7 @@ class HookCalls:
             if node.target is _POST and program.strategies[name].replicas > 1
         }
         self._spread_backward = set(self._spread)
+        self._parted = {} if silent or not self._sites else _parted(graph, program, processes)
         if self._sites:
             _check(graph, program, processes)
 
@@ -121,7 +151,10 @@ class HookCalls:
         result = template.filled(outputs)
         for key, hook in own_hooks(module, module._forward_hooks).items():
             named = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
-            result = _first(hook(module, args, *named, result), result)
+            changed = hook(module, args, *named, result)
+            if changed is None:  # it reads
+                self._warn_parted(visit.site)
+            result = _first(changed, result)
         tensors = _tensors(site, "a forward hook", template, result, outputs)
         if visit.site in self._spread and any(tensor.requires_grad for tensor in tensors):
             for index, dim in self._apart[visit.site, True].items():
@@ -133,6 +166,21 @@ class HookCalls:
         around, watch = self._backward.pop(visit)
         watch.outputs = _places(result, result, self._apart[visit.site, True])
         return _tensors(site, "a forward hook", template, around.setup_output_hook(result), outputs)
+
+    def _warn_parted(self, site: str) -> None:
+        """Say once that a hook which reads sees a part of the samples."""
+        where = self._parted.pop(site, "")
+        if where:
+            _warn(self._sites[site], where)
+
+
+def _warn(site: Site, where: str) -> None:
+    warnings.warn(
+        f"{site.path or 'the model'}: a hook of this module is called {where}; mark a hook that only reads "
+        "with parplan.whole(hook), which then sees all samples of its process, once per call",
+        ReplicaHookWarning,
+        stacklevel=2,
+    )
 
 
 _MIXES = (
@@ -252,6 +300,28 @@ class _Calls:
     def __str__(self) -> str:
         where = f" on devices {', '.join(map(str, self.devices))}" if self.devices is not None else ""
         return f"{self.replicas} replicas" + where + (f" in {self.passes} passes" if self.passes > 1 else "")
+
+
+def _parted(graph: LayerGraph, program: Program, processes: int) -> dict[str, str]:
+    """How often forward hooks that are not marked whole are called, by site, where that is not once per process.
+
+    Under torchrun, where a hook may never be called in a process, that is said here.
+    """
+    passes = Counter(name for step in program.computes for name in step.layers)
+    found: dict[str, str] = {}
+    for name, layer in graph.layers.items():
+        strategy = program.strategies[name]
+        for node in layer.nodes:
+            if node.target is not _POST or not graph.sites[str(node.args[-1])].module._forward_hooks:
+                continue
+            key = str(node.args[-1])
+            if processes > 1 and strategy.replicas != processes:
+                ranks = ", ".join(map(str, strategy.devices))
+                _warn(graph.sites[key], f"on rank {ranks} alone, with the samples of all processes")
+            elif processes == 1 and (strategy.replicas > 1 or passes[name] > 1):
+                often = f"{strategy.replicas * passes[name]} times per call"
+                found[key] = f"{often}, each time with the samples of one replica"
+    return found
 
 
 def _check(graph: LayerGraph, program: Program, processes: int) -> None:

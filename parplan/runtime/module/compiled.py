@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,22 +19,22 @@ from torch.autograd.forward_ad import unpack_dual
 
 from parplan.compat import FakeTensor, in_functional_transform, pytree
 from parplan.errors import RuntimeFailure
-from parplan.graph.attributes.input_checks import InputCheck
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.lowering.program import Program
 from parplan.plan import Plan
 from parplan.runtime.calls import ModelCall
-from parplan.runtime.compat import gradient_hooks
 from parplan.runtime.execution.dispatch import ThreadsOption
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.program_function import run_program
 from parplan.runtime.measurement.measure import MeasuredModel, StepRecorder, StepsToRun, measure
 from parplan.runtime.measurement.measured_step import MeasuredStep
 from parplan.runtime.measurement.predicted import Expected
-from parplan.runtime.module.own_samples import refusing_statistics
+from parplan.runtime.module.own_samples import watched
+from parplan.runtime.module.plain_evaluation import PlainEvaluation
 from parplan.runtime.module.train_step import (
     StagedStep,
     arguments,
+    check_staged,
     check_training,
     checked_loss,
     moments,
@@ -44,11 +44,12 @@ from parplan.runtime.module.wrapper import Wrapped
 from parplan.runtime.preserve_state import preserved_generators, preserved_modes
 from parplan.runtime.programs.captures import Captures, Planner
 from parplan.runtime.programs.program_cache import Captured, Options
-from parplan.runtime.programs.rank_agreement import exchange_facts
+from parplan.runtime.programs.rank_agreement import come_together, exchange_facts
 from parplan.runtime.self_check.check import CheckRecord, SelfCheck
-from parplan.runtime.self_check.checked_step import begin_forward, end_forward, isolated, plain_step, with_callers_modes
+from parplan.runtime.self_check.checked_step import begin_forward, end_forward
 from parplan.runtime.sharded_state.cutting import Sharding, same_start
 from parplan.runtime.transport.devices import Device, existing, logical, transport_for
+from parplan.runtime.transport.rendezvous import RankAlone
 
 __all__ = ["Compiled"]
 
@@ -123,6 +124,7 @@ class Compiled(Wrapped):
         self._captures = Captures(module, planner, self._transport, options)
         self._programs = self._captures.programs
         self._self_check = SelfCheck(module, self._captures, self._transport, options, check)
+        self._plain = PlainEvaluation(module, self._captures, self._transport, options, check == "always")
         if self._transport.processes > 1:
             same_start(module, self._transport)
         self._built = True
@@ -148,7 +150,19 @@ class Compiled(Wrapped):
                 "a compiled model was called with a tangent (torch.autograd.forward_ad), which does not reach its "
                 "devices; use the plain model there, `module` of the compiled one, or a backward"
             )
-        return self._follow(call)
+        if self._plain.takes(call):
+            return self._plain.run(call, args, kwargs)
+        try:
+            return self._follow(call)
+        except RankAlone as alone:
+            return self._plain.run_alone(call, args, kwargs, alone)
+
+    def plain(self) -> nn.Module:
+        """A plain copy of the module with whole weights: for export, evaluation by one rank, generation.
+
+        Under torchrun every rank has to call this where parameters are cut; it gathers them.
+        """
+        return self._plain.copy()
 
     def train_step(
         self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer
@@ -197,22 +211,7 @@ class Compiled(Wrapped):
         early = captured.early_periods
         if not early:
             return None
-        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
-            raise RuntimeFailure(
-                "hooks of the compiled model itself see whole batches, which there are none of where weights are "
-                "updated between passes; put them on model.module, or take update_period out of the plan"
-            )
-        hooked = [name for name, parameter in self.module.named_parameters() if gradient_hooks(parameter)]
-        if hooked:
-            raise RuntimeFailure(
-                f"{hooked[0]} has a gradient hook, which would see the gradient of some passes only where weights are "
-                "updated between passes; remove it, or take update_period out of the plan"
-            )
-        if any(tensor.requires_grad for tensor in call.tensors):
-            raise RuntimeFailure(
-                "an input needs a gradient, which there is none of where weights are updated between passes; give it "
-                "detached, or take update_period out of the plan"
-            )
+        check_staged(self, self.module, call)
         executor = self._ready(call, captured)
         graph, program = captured.graph, executor.program
         found = moments(captured, program.staged, early)
@@ -244,6 +243,9 @@ class Compiled(Wrapped):
 
     def _ready(self, call: ModelCall, captured: Captured) -> Executor:
         """The executor of a graph for these samples, compared with the plain module; ranks' buffers are equal."""
+        sync = self._programs.sync
+        if captured.exchanges or (sync is not None and sync.stale):
+            come_together(self._transport, self.training)
         wanted = self._self_check.wants(captured)
         checks = captured.graph.checks
         if call.batch != captured.graph.batch and any(check.fixed for check in checks):
@@ -255,12 +257,12 @@ class Compiled(Wrapped):
         if refused is not None:
             if captured.exchanges and self._transport.processes > 1:
                 exchange_facts(self._transport, call, captured, wanted, refused=True)
-            self._refuse(call, captured, refused)
+            self._self_check.raise_own_error(call, captured, refused, self.training)
         agreement = exchange_facts(
             self._transport, call, captured, wanted, serves=lambda batch: self._captures.serve(call, captured, batch)
         )
-        if self._programs.sync is not None:
-            self._programs.sync.run()
+        if sync is not None:
+            sync.run()
         if self._programs.sharding is not None:
             self._programs.hold(captured)
         if wanted:
@@ -270,18 +272,6 @@ class Compiled(Wrapped):
         self.program = executor.program
         return executor
 
-    def _refuse(self, call: ModelCall, captured: Captured, check: InputCheck) -> NoReturn:
-        """Raise the plain module's error for inputs that it asserts not to get; no trace is left of its forward."""
-        sharding, gradients = self._programs.sharding, torch.is_grad_enabled()
-        if sharding is not None and sharding.cuts:
-            raise RuntimeFailure(f"the model refuses these inputs\n  at {check.line}")
-        with with_callers_modes(), isolated(self.module, captured.graph, gradients):
-            plain_step(self.module, call, self.training, None)
-        raise RuntimeFailure(
-            "the model was captured as if these inputs were refused, and its own code catches the error or raises it "
-            f"under another condition; use torch.where, or check inputs in front of the model\n  at {check.line}"
-        )
-
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for inputs like these without running anything; returns the plan."""
         self._find(ModelCall.of(args, kwargs, self._dim))
@@ -289,6 +279,7 @@ class Compiled(Wrapped):
         return self.plan
 
     def _find(self, call: ModelCall) -> Captured:
+        self._transport.begin_call()
         captured = self._captures.find(call, self.training)
         self._batch = call.batch
         if captured is not self._latest:
@@ -410,7 +401,8 @@ class Compiled(Wrapped):
     def __getattr__(self, name: str) -> Any:
         """The module's attribute; under torchrun its methods see this process's samples alone."""
         found = super().__getattr__(name)
-        return refusing_statistics(self.module, found) if self._transport.processes > 1 else found
+        unplanned = self._plain.unplanned if self.plan is None else None
+        return watched(self.module, found, self._transport.processes > 1, unplanned)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Compiled:
         """Move or convert the module; what was captured no longer fits."""

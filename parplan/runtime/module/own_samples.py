@@ -7,7 +7,9 @@ A method other than forward runs the plain module. Gradients of its parameters a
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -17,10 +19,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from parplan.compat import FakeTensor
-from parplan.errors import RuntimeFailure
+from parplan.errors import PlainModuleWarning, RuntimeFailure
 from parplan.runtime.self_check.checked_step import in_plain_step
 
-__all__ = ["refusing_statistics"]
+__all__ = ["watched"]
 
 # Names of their arguments, the last of which says whether the statistics are those of the samples.
 _NORMS = {
@@ -31,17 +33,53 @@ _NORMS = {
 }
 
 
-def refusing_statistics(module: nn.Module, found: Any) -> Any:
-    """An attribute of `module`; one of its methods as one in which statistics of samples are refused."""
-    if not inspect.ismethod(found) or found.__self__ is not module:
+def watched(module: nn.Module, found: Any, several: bool, unplanned: Callable[[], bool] | None) -> Any:
+    """An attribute of `module`; one of its methods as one that refuses statistics, or says that nothing is planned.
+
+    Args:
+        several: processes, each of which calls it with its own samples.
+        unplanned: whether it is to be said that nothing is planned; None: it is not.
+    """
+    if not inspect.ismethod(found) or found.__self__ is not module or not (several or unplanned is not None):
         return found
 
     @wraps(found)
     def method(*args: Any, **kwargs: Any) -> Any:
-        with _NoStatistics(module, found.__name__):
+        with ExitStack() as stack:
+            if several:
+                stack.enter_context(_NoStatistics(module, found.__name__))
+            if unplanned is not None:
+                stack.enter_context(_Unplanned(module, found.__name__, unplanned))
             return found(*args, **kwargs)
 
     return method
+
+
+class _Unplanned(TorchFunctionMode):
+    """Warning, at the first op on a parameter and another tensor, that nothing is planned."""
+
+    def __init__(self, module: nn.Module, method: str, unplanned: Callable[[], bool]) -> None:
+        super().__init__()
+        self._method, self._unplanned = method, unplanned
+        self._parameters = frozenset(map(id, module.parameters()))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func`; writes in place (initialisation, averages of weights) are no computation of the model's."""
+        tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Tensor)]
+        weights = [tensor for tensor in tensors if id(tensor) in self._parameters]
+        computes = 0 < len(weights) < len(tensors) and not getattr(func, "__name__", "_").endswith("_")
+        captured = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if computes and not captured and not in_plain_step() and self._unplanned():
+            warnings.warn(
+                f"{self._method}() runs the plain module, as every method beside forward() does, and the compiled "
+                "model itself was not called yet, so that nothing is planned and one device does all the work; call "
+                "the compiled model first, or leave it uncompiled if this is all it is for",
+                PlainModuleWarning,
+                stacklevel=3,
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class _NoStatistics(TorchFunctionMode):

@@ -29,6 +29,8 @@ from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range
 from parplan.lowering.program import OnePass, Staged
+from parplan.runtime.calls import ModelCall
+from parplan.runtime.compat import gradient_hooks
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.staged_run import Moment, run_passes
 from parplan.runtime.preserve_state import without_gradients
@@ -36,7 +38,7 @@ from parplan.runtime.programs.program_cache import Captured
 from parplan.runtime.programs.sample_axes import SampleAxis, result_axis
 
 __all__ = [
-    "StagedStep", "arguments", "check_training", "checked_loss", "moments", "sample_axes",
+    "StagedStep", "arguments", "check_staged", "check_training", "checked_loss", "moments", "sample_axes",
 ]  # fmt: skip
 
 Loss = Callable[[Any, Any], Tensor]
@@ -68,6 +70,33 @@ def check_training(module: nn.Module, loss_fn: Loss, optimizer: torch.optim.Opti
         raise RuntimeFailure(
             f"{type(optimizer).__name__} calls the model again within its step (a closure), which train_step does not "
             "do; call optimizer.step(closure) yourself, with a plan without update_period"
+        )
+
+
+def check_staged(model: nn.Module, module: nn.Module, call: ModelCall) -> None:
+    """Refuse what needs a whole step, where weights are updated between passes.
+
+    Args:
+        model: the compiled one, and `module` the user's.
+
+    Raises:
+        RuntimeFailure: hooks of the compiled model or of a parameter, or an input that needs a gradient.
+    """
+    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
+        raise RuntimeFailure(
+            "hooks of the compiled model itself see whole batches, which there are none of where weights are "
+            "updated between passes; put them on model.module, or take update_period out of the plan"
+        )
+    hooked = [name for name, parameter in module.named_parameters() if gradient_hooks(parameter)]
+    if hooked:
+        raise RuntimeFailure(
+            f"{hooked[0]} has a gradient hook, which would see the gradient of some passes only where weights are "
+            "updated between passes; remove it, or take update_period out of the plan"
+        )
+    if any(tensor.requires_grad for tensor in call.tensors):
+        raise RuntimeFailure(
+            "an input needs a gradient, which there is none of where weights are updated between passes; give it "
+            "detached, or take update_period out of the plan"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from parplan.plan import Plan
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.programs.planned_memory import PlannedMemory
 from parplan.runtime.programs.program_cache import Captured, Options, Programs
+from parplan.runtime.programs.rank_agreement import come_together
 from parplan.runtime.programs.sample_axes import check_own_samples, no_own_samples
 from parplan.runtime.transport.base import Transport
 
@@ -62,6 +64,7 @@ class Captures:
         self._dim = options.dim
         self._grouped = options.groups  # some processes bring the same samples
         self._captured: dict[Hashable, list[Captured]] = defaultdict(list)
+        self._forms: dict[Hashable, list[Captured]] = defaultdict(list)  # by what kinds that differ in sizes share
         self._times: dict[Hashable, list[int]] = defaultdict(list)  # of captures, in calls
         self._calls = 0
         self._fixed: set[frozenset[str]] = set()  # numbers that no graph can take as inputs
@@ -75,6 +78,7 @@ class Captures:
     def clear(self) -> None:
         """Forget what was captured, but not the plan."""
         self._captured.clear()
+        self._forms.clear()
         self._times.clear()
         self._fixed.clear()
         self._bound.clear()
@@ -95,6 +99,14 @@ class Captures:
         if self.planned is not None and torch.is_grad_enabled():
             self.planned.compare(call, found.graph, found.nbytes, self._supposed_batch(call))
         return found
+
+    def of_other_sizes(self, call: ModelCall, training: bool) -> list[Captured]:
+        """The captures of calls that differ from this one in sizes and numbers alone, where it has none itself."""
+        kind = self._kind(call, training)
+        if self._own.replaced or kind in self._bound or self._captured.get(kind):
+            return []
+        known = self._forms.get((self._modes(training), call.form), [])
+        return [captured for captured in known if captured.graph.reads.hold]
 
     def serve(self, call: ModelCall, captured: Captured, batch: int) -> bool:
         """Whether a capture is that of a call with `batch` samples; where that is not known it is captured so, too."""
@@ -129,13 +141,15 @@ class Captures:
             found = self._fitting(kind, supposed)
         if found is not None:
             return found
+        come_together(self._transport, training)
         batch = self._whole_batch(call)
         if self.plan is None:
             # Every rank captures, at the same time; only one plans.
             graph = self._trace(call, True, batch, settle=training)
             if training or not graph.settled:
                 self._traced[self._kind(call, True), batch] = graph
-            plan = Plan.from_json(self._transport.from_first(lambda: self._planner(graph).to_json()))
+            with self._transport.busy():
+                plan = Plan.from_json(self._transport.from_first(lambda: self._planner(graph).to_json()))
             count, ranks = self.programs.device_count, self._transport.processes > 1
             if plan.devices > count or (ranks and plan.devices != count):
                 raise PlanError(
@@ -178,6 +192,7 @@ class Captures:
             same.batches.add(batch or 1)
             return
         known = self.programs.know(graph, plan)
+        self._forms[self._modes(training), call.form].append(known)
         if batch is not None:
             known.batches.add(batch)
         if graph.fixed_batch:
@@ -285,7 +300,10 @@ class Captures:
         settle: bool = True,
     ) -> LayerGraph:
         # A graph made here also serves calls that record gradients; a checkpoint around this one must not see it made.
-        with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(*[lambda tensor: tensor] * 2):
+        modes = callers_modes(), torch.inference_mode(False), saved_tensors_hooks(*[lambda tensor: tensor] * 2)
+        with ExitStack() as stack:
+            for mode in (self._transport.busy(), *modes):
+                stack.enter_context(mode)
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
             kind = self._modes(training), str(call.spec)
             how: dict[str, Any] = {"training": training, "dim": self._dim, "numbers": numbers, "settle": settle}

@@ -27,6 +27,7 @@ from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.execution.buffer_sync import BufferSync
 from parplan.runtime.execution.dispatch import ThreadsOption, dispatch_for
 from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.module_hooks import with_whole_hooks
 from parplan.runtime.execution.parameter_store import Copies, Store
 from parplan.runtime.execution.random_state import SeededOps
 from parplan.runtime.execution.segment_cache import written_buffers
@@ -192,7 +193,8 @@ class Programs:
         """A captured graph, ready to be lowered by `plan`."""
         paths = graph.parameters
         held = {name: self._readers[path] for name, path in paths.items() if path in self._readers}
-        strategies = strategies_for(graph, plan, held)
+        planned = strategies_for(graph, plan, held)
+        strategies = with_whole_hooks(graph, planned, plan.scheme, self._transport.processes)
         for layer in graph.layers.values():
             for name in layer.parameters:
                 self._readers.setdefault(paths[name], strategies[layer.name])

@@ -7,10 +7,12 @@ plan that moves values between processes takes some process's, so they have to b
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -20,7 +22,9 @@ from parplan.runtime.calls import ModelCall, digest
 from parplan.runtime.programs.program_cache import Captured
 from parplan.runtime.transport.base import Transport
 
-__all__ = ["Agreement", "exchange_facts"]
+__all__ = ["Agreement", "come_together", "exchange_facts"]
+
+_SHOWN = 4  # differences between ranks that an error names
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,25 @@ class Agreement:
 
     samples: tuple[int, ...]
     wishes: tuple[bool, ...] | None
+
+
+def come_together(transport: Transport, training: bool) -> None:
+    """Tell the other processes of a call in which all exchange values; without gradients wait for them, too.
+
+    Raises:
+        RankAlone: another process is somewhere else.
+    """
+    gradients = torch.is_grad_enabled()
+    what = f"in {_mode(training)}" + ("" if gradients else " without gradients")
+    remedy = (
+        "in such a call processes exchange values: let every rank make it (move it out of `if rank == 0:`), or take "
+        "plain = model.plain() on all ranks, a copy with whole weights, and run that where you like"
+    )
+    transport.come_together(what, remedy, gradients)
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "evaluation"
 
 
 def exchange_facts(
@@ -82,10 +105,7 @@ def exchange_facts(
     for _, _, signature, reading, *_ in agreed:
         digests[signature].add(reading)
     if any(len(found) > 1 for found in digests.values()):
-        raise RuntimeFailure(
-            f"rank {transport.rank}: the forward reads attributes of the model that are not the same on all ranks; set "
-            f"them alike (here: {reads.text})"
-        )
+        _refuse_other_reads(transport, captured)
     _check_shared(transport, captured, call, shared, len({other for *_, other, _ in agreed}) == 1)
     if captured.groups is None:
         _check_branches(captured, sizes, serves)
@@ -128,6 +148,28 @@ def _check_shared(
                 f"{name!r} of {model} has no samples and needs a gradient, of which each process would have a part "
                 "only under this plan; bring it detached, or make it a parameter of the model"
             )
+
+
+def _refuse_other_reads(transport: Transport, captured: Captured) -> NoReturn:
+    """Raise the error of forwards that read other values; every process has to call this."""
+    reads = captured.graph.reads
+    values = {path: repr(value) for path, value in reads.told}
+    own = {"mode": _mode(captured.graph.training), "values": values}
+    found = [json.loads(text) for text in transport.gather_texts(json.dumps(own))]
+    modes = [one["mode"] for one in found]
+    told = [", ".join(f"rank {rank} is in {mode}" for rank, mode in enumerate(modes))] if len({*modes}) > 1 else []
+    paths = dict.fromkeys(path for one in found for path in one["values"])
+    each = {path: [one["values"].get(path, "not read") for one in found] for path in paths}
+    differing = [path for path in paths if len({*each[path]}) > 1]
+    # That some ranks do not read an attribute follows from one that differs, or from the mode of a module.
+    causes = [path for path in differing if "not read" not in each[path]]
+    for path in causes or (differing if not told else ()):
+        told.append(f"{path} is " + ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(each[path])))
+    what = "; ".join(told[:_SHOWN]) + ("" if causes or len({*modes}) > 1 else " (is a module in another mode there?)")
+    raise RuntimeFailure(
+        f"rank {transport.rank}: the forward reads attributes of the model that are not the same on all ranks; set "
+        f"them alike: {what}"
+    )
 
 
 def _check_branches(captured: Captured, sizes: Sequence[int], serves: Callable[[int], bool] | None) -> None:

@@ -14,17 +14,20 @@ from __future__ import annotations
 import re
 import warnings
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import nn
 
-from parplan.errors import PlanError, SelfCheckError, UncheckedWarning
+from parplan.errors import PlanError, RuntimeFailure, SelfCheckError, UncheckedWarning
+from parplan.graph.attributes.input_checks import InputCheck
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.packed_sequences import RNN_PACKED
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.programs.captures import Captures
 from parplan.runtime.programs.program_cache import Captured, Options, Programs
 from parplan.runtime.programs.rank_agreement import Agreement
+from parplan.runtime.self_check.checked_step import isolated, plain_step, with_callers_modes
 from parplan.runtime.self_check.comparison import GroupDifference
 from parplan.runtime.self_check.double_copy import double_call, double_casts, double_copy
 from parplan.runtime.self_check.first_difference import first_difference
@@ -122,6 +125,18 @@ class SelfCheck:
         if self._mode == "always" and not record.unchecked:
             self.records.clear()
         self.records.append(record)
+
+    def raise_own_error(self, call: ModelCall, captured: Captured, check: InputCheck, training: bool) -> NoReturn:
+        """Raise the plain module's error for inputs that it asserts not to get; no trace is left of its forward."""
+        sharding = self._captures.programs.sharding
+        if sharding is not None and sharding.cuts:
+            raise RuntimeFailure(f"the model refuses these inputs\n  at {check.line}")
+        with with_callers_modes(), isolated(self._module, captured.graph, torch.is_grad_enabled()):
+            plain_step(self._module, call, training, None)
+        raise RuntimeFailure(
+            "the model was captured as if these inputs were refused, and its own code catches the error or raises it "
+            f"under another condition; use torch.where, or check inputs in front of the model\n  at {check.line}"
+        )
 
     def _checked(
         self, call: ModelCall, captured: Captured, training: bool, agreement: Agreement, record: CheckRecord

@@ -51,6 +51,17 @@ class TaggedCollectives:
         known: TaggedCollectives = transport.tagged
         return known
 
+    def begin_together(self, tag: str) -> None:
+        """Wait until all ranks are about to run one operation, which a rank may have come to alone.
+
+        Raises:
+            RuntimeFailure: another rank runs something else, or does not come.
+        """
+        remedy = "parameters are cut over processes: move it out of `if rank == 0:`, and save there what it returned"
+        self._transport.begin_call()
+        self._transport.come_together(f"in {tag}", remedy)
+        self.exchange(tag)
+
     def exchange(self, tag: str, numbers: Sequence[float] = ()) -> Tensor:
         """Every rank's numbers: (ranks, numbers) in float64; equally many on all ranks.
 

@@ -56,6 +56,7 @@ def same_start(module: nn.Module, transport: Transport) -> None:
         transport.broadcast("sharing rank 0's parameters and buffers", flat, 0, everyone)
         for piece, part in zip(chunk, flat.split([piece.numel() for piece in chunk]), strict=True):
             piece.copy_(part.view_as(piece))
+    transport.open_rendezvous()
     _watch(module, transport)
 
 
@@ -89,7 +90,7 @@ def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
         return dict(state)
     sharded = [value for value in state.values() if isinstance(value, ShardedTensor)]
     if sharded:
-        sharded[0].placement.collectives.exchange(f"state_dict() of the model with {sharded[0].placement.name}")
+        sharded[0].placement.collectives.begin_together(f"state_dict() of the model with {sharded[0].placement.name}")
     return {
         name: value.placement.collectives.gather_blocks(f"gathering {name}", value.local, value.placement)
         if isinstance(value, ShardedTensor)
@@ -394,6 +395,9 @@ def _gathered_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
     """The state with whole tensors; every rank has to ask for it. torch.distributed.checkpoint gets them sharded."""
     if state_by_block():
         return state_dict
+    sharded = (v for v in pytree.tree_leaves(state_dict["state"]) if isinstance(v, ShardedTensor))
+    if (first := next(sharded, None)) is not None:
+        first.placement.collectives.begin_together(f"state_dict() of the optimizer with {first.placement.name}")
 
     def whole(tensor: Tensor) -> Tensor:
         return tensor.whole() if isinstance(tensor, ShardedTensor) else tensor

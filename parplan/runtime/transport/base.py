@@ -92,6 +92,29 @@ class Transport(ABC):
         The result is held by the first owned device of the group. All devices of a group give equally long tensors.
         """
 
+    # -- calls that all processes have to make (runtime/transport/rendezvous.py) --
+
+    def open_rendezvous(self) -> None:  # noqa: B027
+        """Let processes see from here on where the others are; every process calls this."""
+
+    def begin_call(self) -> None:  # noqa: B027
+        """A call of the compiled model begins."""
+
+    def busy(self) -> AbstractContextManager[object]:
+        """A context in which this process takes its time, and will come to what others wait for."""
+        return nullcontext()
+
+    def come_together(self, what: str, remedy: str, gradients: bool = False) -> None:  # noqa: B027
+        """Wait, in front of a collective, until all processes are in the call `what`; once per call of the model.
+
+        Args:
+            remedy: the end of an error's text.
+            gradients: the call records them: this process says that it is there, and does not wait.
+
+        Raises:
+            RankAlone: another process is somewhere else.
+        """
+
     # -- collectives: every process calls them, in the same order --
 
     def group(self, devices: Sequence[int]) -> None:  # noqa: B027

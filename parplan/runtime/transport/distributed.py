@@ -8,7 +8,7 @@ failure of a collective ends as a RuntimeFailure that names the step; the group'
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from parplan.errors import RuntimeFailure
 from parplan.layout import Piece, shape_of
 from parplan.lowering.program import Exchange
 from parplan.runtime.transport.base import Held, Transport, assemble, block
+from parplan.runtime.transport.rendezvous import RankAlone, Rendezvous
 
 __all__ = ["DistributedTransport", "explained"]
 
@@ -108,6 +109,7 @@ class DistributedTransport(Transport):
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.processes)): group}
         self._sent: list[_Sent] = []
         self._kept: dict[Hashable, Tensor] = {}
+        self._rendezvous: Rendezvous | None = None
 
     def physical(self, device: int) -> torch.device:
         """This rank's physical device."""
@@ -167,6 +169,26 @@ class DistributedTransport(Transport):
         """Overwrite `tensor` on all of `devices` with that of `source`."""
         with explained(name, self.rank):
             dist.broadcast(tensor, self._peer(source), group=self._groups[tuple(devices)])
+
+    def open_rendezvous(self) -> None:
+        """Agree on a number for a rendezvous, as processes may have made different numbers of groups."""
+        number = max(known for (known,) in self.gather(Rendezvous.latest + 1))
+        self._rendezvous = Rendezvous(self._group, self.ranks, self.rank, number)
+
+    def begin_call(self) -> None:
+        """A call of the compiled model begins."""
+        if self._rendezvous is not None:
+            self._rendezvous.begin_call()
+
+    def busy(self) -> AbstractContextManager[object]:
+        """A context in which the other ranks know that this one will come."""
+        return self._rendezvous.busy() if self._rendezvous is not None else nullcontext()
+
+    def come_together(self, what: str, remedy: str, gradients: bool = False) -> None:
+        """As `Transport.come_together`."""
+        absent = self._rendezvous.come_together(what, gradients) if self._rendezvous is not None else ""
+        if absent:
+            raise RankAlone(f"rank {self.rank} is {what} and all ranks have to be, but {absent}; {remedy}", absent)
 
     def gather(self, *numbers: int) -> list[tuple[int, ...]]:
         """The numbers that every rank passes here, by rank; all pass equally many."""
