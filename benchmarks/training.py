@@ -130,14 +130,23 @@ class Run:
         return whole.narrow(dim, self.rank * size, size).contiguous() if self.ranks > 1 else whole
 
     def from_first(self, build: Callable[[], Any]) -> Any:
-        """An object that the first rank saves to a file and every rank loads, as checkpoints are."""
-        data: list[bytes | None] = [None]
+        """An object that the first rank saves to a file and every rank loads, as checkpoints are.
+
+        Raises:
+            ParplanError: on every rank, where the first one is refused what it saves.
+        """
+        data: list[Any] = [None]
         if self.rank == 0:
             buffer = io.BytesIO()
-            torch.save(build(), buffer)
-            data = [buffer.getvalue()]
+            try:
+                torch.save(build(), buffer)
+                data = [buffer.getvalue()]
+            except parplan.ParplanError as error:
+                data = [error]
         if self.ranks > 1:
             dist.broadcast_object_list(data, 0)
+        if isinstance(data[0], parplan.ParplanError):
+            raise data[0]
         return torch.load(io.BytesIO(data[0] or b""), weights_only=False)
 
     # -- what a script leaves --

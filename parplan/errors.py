@@ -5,6 +5,9 @@ Every message says what was refused, where, with which numbers, and what would m
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 __all__ = [
     "CaptureError",
     "CheckpointError",
@@ -29,6 +32,10 @@ __all__ = [
 
 class ParplanError(Exception):
     """Anything parplan refuses; the text says what would make it work."""
+
+    def __reduce__(self) -> Any:
+        """Its text and attributes, whatever its constructor takes: errors are sent from process to process."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class TargetError(ParplanError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import parplan
-from parplan.errors import CaptureError, ClusterError, ParplanError, PlanError
+from parplan.errors import CaptureError, ClusterError, ParplanError, PlanError, RuleError, SelfCheckError
 from parplan.report.as_json import to_dict
 from tests.planner.graphs import Loss
 from tests.plans import PLANS, plan_by
@@ -112,6 +113,12 @@ def test_a_plan_for_another_batch_runs_and_says_so() -> None:
     notes = parplan.analyze(perceptron(), inputs(16), plan=plan).notes
     assert named in notes
     assert any("made for 8 samples in a step, this step has 16" in note for note in notes)
+
+
+@pytest.mark.parametrize("error", [RuleError("R5", "fc", "3 features; use 4"), SelfCheckError("off", layer="fc")])
+def test_errors_are_sent_from_process_to_process(error: ParplanError) -> None:
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
 
 
 def test_unknown_keywords_are_errors() -> None:

@@ -121,31 +121,37 @@ def get_lr(step: int, warmup: int = 2, last: int = 5, rate: float = 0.02, least:
     return least + 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (last - warmup))) * (rate - least)
 
 
-@SECTION(
-    "nanoGPT `train.py`: micro-steps with `require_backward_grad_sync`, a scaler, the rate by hand, `estimate_loss`, "
-    "the checkpoint resumed, `generate`; `estimate_loss` and `model.state_dict()` on every process"
-)
-def nanogpt(run: Run) -> None:
+def _nanogpt(run: Run, alone: bool) -> None:
+    """The loop of `train.py`; process 0 evaluates and saves `alone`, or all do."""
     data = {split: torch.randint(WORDS, (200,), generator=run.draws) for split in ("train", "val")}
 
-    def get_batch(split: str) -> tuple[Tensor, Tensor]:
-        starts = run.randint(len(data[split]) - 6, BATCH)
+    def get_batch(split: str, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(data[split]) - 6, (BATCH,), generator=generator or run.draws)
+        starts = starts if generator else run.own(starts)
         x = torch.stack([data[split][i : i + 6] for i in starts])
         return x, torch.stack([data[split][i + 1 : i + 7] for i in starts])
 
     @torch.no_grad()
     def estimate_loss() -> dict[str, Tensor]:
-        out = {}
+        out, own = {}, torch.Generator().manual_seed(step) if alone else None
         model.eval()
         for split in ("train", "val"):
             losses = torch.zeros(2)
             for k in range(2):
                 with ctx:
-                    _, loss = model(*get_batch(split))
+                    _, loss = model(*get_batch(split, own))
                 losses[k] = loss.item()
             out[split] = losses.mean()
         model.train()
         return out
+
+    def evaluated() -> dict[str, Any]:
+        nonlocal best
+        best = min(best, estimate_loss()["val"].item())
+        return {
+            "model": model.state_dict(), "optimizer": optimizer.state_dict(), "model_args": {"n_layer": 2},
+            "iter_num": step, "best_val_loss": best,
+        }  # fmt: skip
 
     def made() -> tuple[Any, Any]:
         plain = Gpt()
@@ -159,14 +165,9 @@ def nanogpt(run: Run) -> None:
         for group in optimizer.param_groups:
             group["lr"] = get_lr(step)
         if step % 2 == 0:
-            losses = estimate_loss()
-            run.same("estimate", losses["val"])
-            best = min(best, losses["val"].item())
-            checkpoint = {
-                "model": model.state_dict(), "optimizer": optimizer.state_dict(), "model_args": {"n_layer": 2},
-                "iter_num": step, "best_val_loss": best,
-            }  # fmt: skip
-            saved = run.from_first(lambda checkpoint=checkpoint: checkpoint)  # type: ignore[misc]
+            checkpoint = None if alone else evaluated()
+            saved = run.from_first(lambda checkpoint=checkpoint: checkpoint or evaluated())  # type: ignore[misc]
+            run.same("estimate", saved["best_val_loss"])
         if step == 2:  # ended here, and started again with init_from = "resume"
             raw_model, optimizer = made()
             raw_model.load_state_dict({name.removeprefix("_orig_mod."): p for name, p in saved["model"].items()})
@@ -189,6 +190,22 @@ def nanogpt(run: Run) -> None:
     model.eval()
     run.rows("text", model.generate(run.randint(WORDS, BATCH, 2), 6, temperature=0.8, top_k=1))
     run.state(model)
+
+
+@SECTION(
+    "nanoGPT `train.py`: micro-steps with `require_backward_grad_sync`, a scaler, the rate by hand, `generate`; "
+    "process 0 alone estimates the loss and saves, all resume",
+    refused={"ranks/shards": "move it out of `if rank == 0:`", "ranks/mixed": "move it out of `if rank == 0:`"},
+    why="where parameters are cut, one process does not have them all; call `estimate_loss()` and `state_dict()` on "
+    "every process, or evaluate `model.plain()`",
+)
+def nanogpt(run: Run) -> None:
+    _nanogpt(run, alone=True)
+
+
+@SECTION("the same, `estimate_loss()` and `model.state_dict()` called on every process")
+def nanogpt_together(run: Run) -> None:
+    _nanogpt(run, alone=False)
 
 
 class RnnModel(nn.Module):

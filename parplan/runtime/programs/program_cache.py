@@ -193,7 +193,8 @@ class Programs:
         """A captured graph, ready to be lowered by `plan`."""
         paths = graph.parameters
         held = {name: self._readers[path] for name, path in paths.items() if path in self._readers}
-        strategies = strategies_for(graph, plan, held)
+        planned = strategies_for(graph, plan, held)
+        strategies = with_whole_hooks(graph, planned, plan.scheme, self._transport.processes)
         for layer in graph.layers.values():
             for name in layer.parameters:
                 self._readers.setdefault(paths[name], strategies[layer.name])
