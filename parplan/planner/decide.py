@@ -168,12 +168,14 @@ def _taken(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tu
         formulation = search.one_pass()
     choice = formulation.choice(plain(plan))
     own_s = objective(formulation.problem, choice)
-    simpler, gap = None, max(0.0, 1 - found.proof.bound / own_s) if own_s > 0 else 0.0
+    simpler = before if simplest is None else None
+    gap = max(0.0, 1 - found.proof.bound / own_s) if own_s > 0 else 0.0
     if simplest is not None and own_s > fastest_s * (1 + GAP):
         changes = Candidate(own_s, plan, formulation, choice).changes
         fastest = Candidate(step_s, found.plan, found.formulation, found.choice)
-        known = before or Simpler(fastest_s, fastest.changes, 0, differs=differences(found.plan, plan, graph))
-        simpler = replace(known, kept=changes, by_hand=simplest.name)
+        known = before or Simpler(fastest_s, fastest.changes, 0)
+        words = differences(found.fastest or found.plan, plan, graph)
+        simpler = replace(known, kept=changes, by_hand=simplest.name, differs=words)
     proof = replace(
         found.proof, status=(Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value, objective=own_s, gap=gap,
         simpler=simpler, by_simulation=False,

@@ -23,7 +23,7 @@ from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Baseline, Simpler
 from parplan.planner.explain.advice import advice, advised
 from parplan.planner.explain.reasons import alternatives
-from parplan.planner.search.simpler import plan_by_hand
+from parplan.planner.search.simpler import differences, plan_by_hand
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.search_space.verifier import check
@@ -384,3 +384,15 @@ def test_a_model_of_one_batch_size_is_told_why_it_has_no_replicas() -> None:
     graph = replace(classifier(), one_batch="for 32: Net cannot be captured: RuntimeError: shape '[16, 4]' is invalid")
     notes = decided(graph, cluster_preset(SLOW, 2)).notes
     assert [note for note in notes if "No layer can have replicas" in note and "shape '[16, 4]' is invalid" in note]
+
+
+def test_differences_name_the_layers_with_the_most_weights() -> None:
+    graph = perceptron()
+    first, *_, last = [name for name, layer in graph.layers.items() if layer.parameters]
+    whole = Plan(graph.model, graph.fingerprint, 12, 2, {name: Strategy() for name in graph.layers})
+    cut = whole.with_layers({first: Strategy(1, 2, "out-features", (0, 1)), last: Strategy(2, 1, None, (0, 1))})
+    sizes = {n: sum(graph.values[p].elements for p in graph.layers[n].parameters) for n in (first, last)}
+    expected = f"2 shards of {first}" if sizes[first] > sizes[last] else f"2 replicas of {last}"
+    assert differences(cut, whole, graph) == expected
+    assert differences(whole, cut.with_layers({last: Strategy()}), graph) == f"{first} on one device"
+    assert differences(whole, whole, graph) == ""

@@ -66,6 +66,7 @@ class Found:
         formulation: the problem of the plan's shape; `choice` is the plan in it.
         tried: shapes with branches at the same time that were solved or refuted.
         without_s: T of the best plan in which no branches run at the same time; None where none were tried.
+        fastest: the fastest plan, where `plan` is a simpler one.
     """
 
     plan: Plan
@@ -74,6 +75,7 @@ class Found:
     proof: Proof
     tried: int = 0
     without_s: float | None = None
+    fastest: Plan | None = None
 
 
 class ShapeSearch(Formulations):
@@ -367,7 +369,9 @@ class _Run:
         words = differences(fastest.plan, best.plan, self.case.graph)
         simpler = Simpler(fastest.step_s, fastest.changes, best.changes, differs=words) if fewer else None
         proof = self.proof(step_s, min(self.bound, fastest.step_s, step_s), simpler, fastest is not least)
-        return Found(best.plan, best.formulation, best.choice, proof, self.tried, self.without_s)
+        return Found(
+            best.plan, best.formulation, best.choice, proof, self.tried, self.without_s, fastest.plan if fewer else None
+        )  # fmt: skip
 
     def proof(self, step_s: float, bound: float, simpler: Simpler | None = None, by_simulation: bool = False) -> Proof:
         """The proof of a plan of T `step_s`."""

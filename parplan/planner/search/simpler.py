@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,7 +60,11 @@ def differences(plan: Plan, other: Plan, graph: LayerGraph) -> str:
             ways.setdefault(way or "one device", []).append(name)
     if not ways:
         return ""
-    way, names = max(ways.items(), key=lambda item: len(item[1]))
+
+    def elements(names: Iterable[str]) -> int:
+        return sum(graph.values[own].elements for name in names for own in graph.layers[name].parameters)
+
+    way, names = max(ways.items(), key=lambda item: elements(item[1]))  # the weights are what is placed otherwise
     where = f"{names[0]} .. {names[-1]} ({len(names)} layers)" if len(names) > 2 else " and ".join(names)
     return f"{way} of {where}" if way != "one device" else f"{where} on one device"
 

@@ -55,7 +55,7 @@ class VerdictLine:
     @property
     def text(self) -> str:
         """The sentence."""
-        joined = ", " if self.label == "Speed" else ": "
+        joined = {"Speed": ", ", "Faster": " "}.get(self.label, ": ")
         return f"{joined.join(filter(None, (self.value, self.detail)))}."
 
 
@@ -85,8 +85,8 @@ def verdict_lines(decision: Decision) -> tuple[VerdictLine, ...]:
     if simpler is None:
         return lines
     gain = units.at_most(1 - simpler.fastest_s / decision.proof.objective)
-    how = f" with {simpler.differs}" if simpler.differs else ""
-    return (*lines, VerdictLine("Faster", f"by {gain}{how}", "`--tolerance 0`"))
+    how = f"with {simpler.differs}: " if simpler.differs else ""
+    return (*lines, VerdictLine("Faster", f"by {gain}", f"{how}`--tolerance 0`"))
 
 
 def _used(decision: Decision) -> int:
