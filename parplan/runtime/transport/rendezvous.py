@@ -31,6 +31,9 @@ RANK_WAIT = "PARPLAN_RANK_WAIT_S"
 _WAIT_S = 8.0
 # Of a group that does not tell its timeout: torch's own default for gloo.
 _TIMEOUT_S = 1800.0
+# Of the seconds before, what rank 0 waits in the next call of the same kind if the others have not moved: a loop of
+# evaluation takes 8/7 of them in all, and ranks that come together again a moment apart still meet.
+_AGAIN = 1 / 8
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.05  # between two looks at the store
 _TOGETHER = "together"
 
@@ -102,7 +105,9 @@ class Rendezvous:
         self._own = _Position()
         self._joined = False
         self._settled: dict[tuple[int, int], str] = {}  # keys of verdicts, by place
-        self._missing: dict[int, _Position] = {}  # ranks that this one has waited for in vain
+        # Ranks that this one has waited for in vain, in which call, and how often since they were heard of.
+        self._missing: dict[int, _Position] = {}
+        self._missed_in, self._misses = "", 0
         self._publish(self._own)
 
     def begin_call(self) -> None:
@@ -163,10 +168,11 @@ class Rendezvous:
             told = "; ".join(f"rank {rank} is {position.what}" for rank, position in away.items())
             if not away:
                 return self._settle(own, found, _TOGETHER)
-            if passed or away == self._missing:
+            if passed:
                 return self._settle(own, found, told)
-            if limit is not None and now - heard > limit:
-                self._missing = away
+            again = away == self._missing and own.what == self._missed_in
+            if limit is not None and now - heard > (limit * _AGAIN**self._misses if again else limit):
+                self._missing, self._missed_in, self._misses = away, own.what, self._misses + 1 if again else 1
                 told += f", and has given no sign for {limit:g} s ({RANK_WAIT} sets how long)"
                 return self._settle(own, found, told)
             if now - began > latest:
