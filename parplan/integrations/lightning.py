@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -21,6 +22,9 @@ lightning = library("lightning.pytorch", "lightning")
 Base: Any = lightning.strategies.DDPStrategy
 
 __all__ = ["ParplanStrategy"]
+
+# Of the models that strategies have compiled: a module that meets the next trainer keeps its plan.
+_OPTIONS: WeakKeyDictionary[Compiled, dict[str, Any]] = WeakKeyDictionary()
 
 
 class ParplanStrategy(Base):  # type: ignore[misc]
@@ -56,16 +60,20 @@ class ParplanStrategy(Base):  # type: ignore[misc]
         return model
 
     def _planned(self, model: nn.Module) -> Compiled:
+        earlier = getattr(vars(model).get("forward"), "compiled", None)
+        if earlier is not None:
+            return self._kept(earlier)
         children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
         direct = {name: child for name, child in model._modules.items() if isinstance(child, Compiled)}
         if not self._part and not direct and type(model).forward is not lightning.LightningModule.forward:
             inner = copy.copy(model)  # the same parameters and children, with the forward that is planned
-            compiled = compile(inner, **self._options)
+            compiled = self._made(inner)
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 inner.training = model.training
                 return compiled(*args, **kwargs)
 
+            forward.compiled = compiled  # type: ignore[attr-defined]
             model.forward = forward
             return compiled
         name = self._part or next(iter(direct or children), "")
@@ -75,12 +83,26 @@ class ParplanStrategy(Base):  # type: ignore[misc]
                 f'one that training_step calls, ParplanStrategy(part="{next(iter(children), "net")}"), or define '
                 "forward() over all of them"
             )
-        compiled = direct[name] if name in direct else compile(children[name], **self._options)
+        compiled = self._kept(direct[name]) if name in direct else self._made(children[name])
         if (compiled._transport.processes > 1) != (self.world_size > 1):
             raise RuntimeFailure(
                 f"{name} was compiled before Lightning joined {self.world_size} processes; leave that to the strategy"
             )
         setattr(model, name, compiled)
+        return compiled
+
+    def _made(self, part: nn.Module) -> Compiled:
+        compiled = compile(part, **self._options)
+        _OPTIONS[compiled] = self._options
+        return compiled
+
+    def _kept(self, compiled: Compiled) -> Compiled:
+        """A model that an earlier trainer's strategy, or the user, has compiled."""
+        if self._options not in ({}, _OPTIONS.get(compiled, {})):
+            raise RuntimeFailure(
+                f"the module is compiled already, with other options than {', '.join(self._options)} of this strategy; "
+                "give none, or take a new module and load its state"
+            )
         return compiled
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

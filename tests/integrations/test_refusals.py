@@ -141,17 +141,24 @@ def test_lightnings_module_has_to_call_the_part_that_is_planned(
 
     from parplan.integrations.lightning import ParplanStrategy
 
-    strategy = ParplanStrategy(part)
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, fast_dev_run=2, logger=False, default_root_dir=tmp_path,
-        enable_progress_bar=False, enable_model_summary=False, barebones=False,
-    )  # fmt: skip
+    def fitted(strategy: Any) -> Any:
+        trainer = pl.Trainer(
+            strategy=strategy, accelerator="cpu", devices=1, fast_dev_run=2, logger=False, default_root_dir=tmp_path,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(model, samples)
+        return strategy.compiled
+
     model, samples = _module(*module), DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4)
     if told:
         with pytest.raises(RuntimeFailure, match=told):
-            trainer.fit(model, samples)
-    else:
-        trainer.fit(model, samples)
-        assert strategy.compiled is not None
-        assert strategy.compiled.program is not None
-        assert {*strategy.lightning_module_state_dict()} == {"net.weight", "net.bias"}
+            fitted(ParplanStrategy(part))
+        return
+    strategy = ParplanStrategy(part, check="always")
+    compiled = fitted(strategy)
+    assert compiled.program is not None
+    assert {*strategy.lightning_module_state_dict()} == {"net.weight", "net.bias"}
+    assert fitted(ParplanStrategy(part, check="always")) is compiled
+    assert fitted(ParplanStrategy(part)) is compiled
+    with pytest.raises(RuntimeFailure, match=r"^the module is compiled already, with other options than check of this"):
+        fitted(ParplanStrategy(part, check="off"))
