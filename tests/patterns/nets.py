@@ -83,7 +83,7 @@ def steps(
 def loader(run: Run, *tensors: Tensor, shuffle: bool = True) -> DataLoader[Any]:
     """A loader over a whole set of samples, of which every process draws its own, as under DistributedDataParallel."""
     dataset = TensorDataset(*tensors)
-    sampler = DistributedSampler(dataset, run.ranks, run.rank, shuffle=shuffle)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, run.ranks, run.rank, shuffle=shuffle)
     return DataLoader(dataset, BATCH // run.ranks, sampler=sampler)
 
 

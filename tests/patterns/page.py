@@ -34,8 +34,7 @@ clipping, accumulation, evaluation, checkpoints, generation. Dropout is off, and
 forward is an input here, so that numbers can be compared.
 """
 WITH_TRAINERS = (
-    "accelerate `nlp_example`: a sequence classifier, `accelerator.prepare`",
-    "accelerate `cv_example`: an image classifier, `accelerator.prepare`",
+    "accelerate (`nlp_example`, `cv_example`): accumulation, clipping, `gather_for_metrics`, checkpoints",
     "Lightning: a `LightningModule` and a `Trainer` with parplan's strategy",
     "transformers `Trainer`: `train()` and `evaluate()`",
 )

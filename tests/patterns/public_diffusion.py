@@ -72,7 +72,7 @@ class _UNet2D(nn.Module):
         angles = timesteps[:, None].to(sample.dtype) * torch.exp(-math.log(10000) * torch.arange(2.0) / 2)[None, :]
         temb = self.time_embedding(torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1))
         x = self.conv_in(sample)
-        residuals = (x,)
+        residuals: tuple[Tensor, ...] = (x,)
         x = self.down_blocks[0](x, temb)
         residuals += (x,)
         x = self.attentions[0](self.down_blocks[1](self.downsample(F.pad(x, (0, 1, 0, 1))), temb))

@@ -164,7 +164,8 @@ class _Vgg(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         relu1_2 = self.slice1(x)
-        return namedtuple("VggOutputs", ["relu1_2", "relu2_2"])(relu1_2, self.slice2(relu1_2))
+        vgg_outputs = namedtuple("vgg_outputs", ["relu1_2", "relu2_2"])
+        return vgg_outputs(relu1_2, self.slice2(relu1_2))
 
 
 @SECTION(

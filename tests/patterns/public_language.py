@@ -59,6 +59,8 @@ class _Block(nn.Module):
 class Gpt(nn.Module):
     """nanoGPT's model: a dictionary of modules, a tied head, the loss inside, optimizer and generation as methods."""
 
+    transformer: Any
+
     def __init__(self, block_size: int = 6, n_layer: int = 2, n_embd: int = 8) -> None:
         super().__init__()
         self.block_size = block_size
@@ -124,6 +126,7 @@ def get_lr(step: int, warmup: int = 2, last: int = 5, rate: float = 0.02, least:
 def _nanogpt(run: Run, alone: bool) -> None:
     """The loop of `train.py`; process 0 evaluates and saves `alone`, or all do."""
     data = {split: torch.randint(WORDS, (200,), generator=run.draws) for split in ("train", "val")}
+    best = 1e9
 
     def get_batch(split: str, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         starts = torch.randint(len(data[split]) - 6, (BATCH,), generator=generator or run.draws)
@@ -157,7 +160,7 @@ def _nanogpt(run: Run, alone: bool) -> None:
         plain = Gpt()
         return plain, plain.configure_optimizers(0.1, 0.02, (0.9, 0.95))
 
-    ctx, scaler, best = nullcontext(), torch.amp.GradScaler("cpu", enabled=False), 1e9
+    ctx, scaler = nullcontext(), torch.amp.GradScaler("cpu", enabled=False)
     raw_model, optimizer = made()
     model = run.compile(raw_model)
     x, y = get_batch("train")

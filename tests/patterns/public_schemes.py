@@ -179,7 +179,7 @@ def forward_forward(run: Run) -> None:
             for layer in layers:
                 h = layer(h)
                 goodness += [h.pow(2).mean(1)]
-            goodness_per_label += [sum(goodness).unsqueeze(1)]  # type: ignore[union-attr]
+            goodness_per_label += [sum(goodness).unsqueeze(1)]
     found = torch.cat(goodness_per_label, 1).argmax(1)
     run.same("right", total(run, found.eq(y).sum().item()))
     for number, layer in enumerate(layers):
@@ -202,7 +202,7 @@ def _quantization_aware(run: Run, called: bool) -> None:
 
     plain = Net().float().train()
     quantization.fuse_modules_qat(plain, ["conv", "bn", "relu"], inplace=True)
-    plain.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    plain.qconfig = quantization.get_default_qat_qconfig("fbgemm")
     plain = quantization.prepare_qat(plain).float()
     if called:
         plain(torch.randn(1, 1, 6, 6, generator=run.draws).float())
@@ -276,7 +276,7 @@ class _QatConv(nn.Conv2d):
         super().__init__(inputs, outputs, size)
         self.weight_fake_quant = _FakeQuantize(outputs, 1, 1, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self._conv_forward(x, self.weight_fake_quant(self.weight), self.bias)
 
 

@@ -53,7 +53,7 @@ def time_sequence_prediction(run: Run) -> None:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = criterion(seq(data[:, :-1]), data[:, 1:])
+        loss: Tensor = criterion(seq(data[:, :-1]), data[:, 1:])
         loss.backward()
         if run.ranks > 1:  # the line search of every process sees the loss of all samples
             torch.distributed.all_reduce(loss.detach())

@@ -212,7 +212,7 @@ def siamese_network(run: Run) -> None:
             optimizer.step()
             run.mean("loss", loss)
         model.eval()
-        found, correct = 0.0, 0
+        found, correct = 0.0, 0.0
         with torch.no_grad():
             for one, two, target in data:
                 outputs = model(one, two).squeeze()
@@ -376,7 +376,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         summed = gradient.clone()
         dist.all_reduce(summed)
         return summed.chunk(dist.get_world_size())[dist.get_rank()]
@@ -404,7 +404,8 @@ class _Towers(nn.Module):
 def open_clip(run: Run) -> None:
     def clip_loss(image_features: Tensor, text_features: Tensor, logit_scale: Tensor) -> Tensor:
         if run.ranks > 1:
-            image_features, text_features = (_Gather.apply(x) for x in (image_features, text_features))
+            gather: Any = _Gather.apply
+            image_features, text_features = gather(image_features), gather(text_features)
         logits = logit_scale * image_features @ text_features.T
         labels = torch.arange(logits.shape[0])
         loss: Tensor = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2

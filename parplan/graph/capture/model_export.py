@@ -262,17 +262,7 @@ def _export(call: ExportRequest, given: Any, equal: EqualBlocks | None) -> Expor
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
         if isinstance(error, GuardOnDataDependentSymNode):
-            reason = "a branch is data-dependent: values of tensors decide it, which differ from call to call"
-            buffer = _read_buffer(model.get_submodule(layer), line)
-            if buffer is not None:
-                reason = (
-                    f"a branch is data-dependent: the buffer {buffer!r} decides it, whose value may change; keep a "
-                    "flag as a Python attribute, and a position as a tensor (self.queue.index_copy_)"
-                )
-            if any("torch/distributions/" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
-                reason = "torch.distributions checks values of tensors; pass it validate_args=False"
-            if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__)):
-                reason = _MASK
+            reason = _branch(error, model.get_submodule(layer), line)
         where = f"{layer}: " if layer else ""
         text = f"{type(model).__name__} cannot be captured: {where}{reason}\n"
         kind = _UNKNOWN_TYPE.search(str(error))
@@ -320,10 +310,21 @@ _OF_SIZES = frozenset(
 )
 
 
-def _read_buffer(module: nn.Module, line: str) -> str | None:
-    """The buffer of a module that a line of its forward reads: a flag or a pointer that is kept as a tensor."""
+def _branch(error: Exception, module: nn.Module, line: str) -> str:
+    """The reason of an error at a branch on a tensor's value, told by the frame or the buffer that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.name == "_detect_is_causal_mask" for frame in frames):
+        return _MASK
+    if any("torch/distributions/" in frame.filename for frame in frames):
+        return "torch.distributions checks values of tensors; pass it validate_args=False"
     own = dict(module.named_buffers(recurse=False))
-    return next((name for name in re.findall(r"\bself\.(\w+)", line) if name in own), None)
+    buffer = next((name for name in re.findall(r"\bself\.(\w+)", line) if name in own), None)
+    if buffer is not None:
+        return (
+            f"a branch is data-dependent: the buffer {buffer!r} decides it, whose value may change; keep a flag as a "
+            "Python attribute, and a position as a tensor (self.queue.index_copy_)"
+        )
+    return "a branch is data-dependent: values of tensors decide it, which differ from call to call"
 
 
 _UNTRACEABLE = (

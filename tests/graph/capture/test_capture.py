@@ -352,7 +352,8 @@ class SumsOverProcesses(nn.Module):
 
 
 def test_a_collective_in_the_forward_is_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with pytest.raises(CaptureError, match=r"calls a collective itself \(all_reduce\).*\n  at .*dist\.all_reduce"):
             capture(SumsOverProcesses(), (torch.zeros(4, 4),))
