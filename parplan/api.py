@@ -202,16 +202,14 @@ def compile(  # the name users know from torch.compile
             device per process, else the GPUs that are here, else the CPU.
         output_device: where results are gathered (one process); default: where the inputs were.
         plan: run this plan (or file) instead of searching for one; it is verified first.
-        pins: as for `analyze`.
-        batch_norm: "global" (statistics over the whole batch: the plain model's numbers) or "local"
-            (per replica, as DataParallel and DistributedDataParallel do).
+        batch_norm: "global" (statistics of the whole batch, the plain model's numbers) or "local" (per replica, as DDP).
         scalars: a returned number (a loss) is "whole", the plain model's, or "per_replica", a vector with one entry per
             replica, as DataParallel gives it; under torchrun each process its own number, as DistributedDataParallel.
         inputs: under torchrun, each process brings its "own" samples; shards of one replica of the first layer the
             same, as a "group" (`parplan.PlanSampler`); or all the "same", which hold no samples (a graph, a state).
         same_draws: True: processes that were seeded alike drop alike, as under DistributedDataParallel; else apart.
         dim: the dimension of input tensors along which samples lie.
-        rules, scheme, precision, optimizer, time_limit_s, tolerance: as for `analyze`.
+        pins, rules, scheme, precision, optimizer, time_limit_s, tolerance: as for `analyze`.
         threads: True gives each logical device of this process a thread, so that CPU devices compute at the same time;
             a function is called first in each thread, with the device's number.
         check: "first" compares each new capture's program with the plain module before its first step, on some samples;

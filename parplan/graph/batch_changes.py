@@ -103,7 +103,8 @@ def ops_digest(module: fx.GraphModule, changes: BatchChanges, constants: Mapping
         constants: tensors made in the forward, by their placeholders.
     """
     places = _places(module)
-    words = [f"{name}: {tensor.tolist()}" for name, tensor in constants.items() if tensor.numel() <= _COMPARED]
+    told = {name: one for name, one in constants.items() if one.numel() <= _COMPARED}
+    words = [f"{name}: {tuple(one.shape) if one.is_meta else one.tolist()}" for name, one in told.items()]
     words += [
         f"{n.target}{'' if n.name in changes.unexplained else _text(n, places, sizes=False)}" for n in _calls(module)
     ]

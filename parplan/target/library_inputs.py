@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from parplan.errors import TargetError
 from parplan.target.trouble import guarded, trouble
 
-__all__ = ["MODALITIES", "RequestedSizes", "library_inputs", "modalities"]
+__all__ = ["MODALITIES", "RequestedSizes", "library_inputs", "modalities", "without_draws"]
 
 # Arguments of a forward that bring what a model looks at, as transformers names them everywhere.
 MODALITIES = ("input_ids", "pixel_values", "input_features", "input_values")
@@ -163,9 +163,20 @@ def _sound(config: Any, parameters: Mapping[str, Any], kinds: Any) -> tuple[tupl
     return (), ""
 
 
+def without_draws(config: Any) -> list[str]:
+    """Switch off what random draws decide in Python, of which a captured graph would keep one outcome; in words."""
+    settled = []
+    for part in _fields(config):
+        for name, value in list(vars(part).items()):
+            if (name == "apply_spec_augment" or name.endswith("layerdrop")) and value:
+                setattr(part, name, type(value)(0))
+                settled.append(f"{name}={getattr(part, name)}")
+    return settled
+
+
 _SIZES = {"pixel_values": _pictures, "input_features": _spectrogram, "input_values": _sound}
 # Arguments that say where the pieces of images of any size lie.
-_ANY_SIZE = ("image_grid_thw", "pixel_position_ids", "spatial_shapes", "image_sizes", "pixel_attention_mask")
+_ANY_SIZE = ("image_grid_thw", "pixel_position_ids", "spatial_shapes")
 
 
 def _length(config: Any, wanted: RequestedSizes) -> int:
@@ -208,9 +219,8 @@ def _refusal(model: Any, wanted: RequestedSizes, inputs: Mapping[str, Any]) -> s
     try:
         with torch.no_grad(), torch.device("meta"):
             model(**inputs)
-    except NotImplementedError:  # asks for a value: capture says whether it can do without
-        return ""
     except Exception as error:
+        # Where it asks for a value, which a tensor on meta has not, capture says whether it can do without.
         return "" if "meta" in str(error).lower() else trouble(error, Path.cwd())
     return ""
 

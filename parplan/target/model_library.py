@@ -21,7 +21,7 @@ from torch import nn
 
 from parplan.errors import TargetError
 from parplan.target.inputs import DTYPES, Target
-from parplan.target.library_inputs import RequestedSizes, library_inputs, modalities
+from parplan.target.library_inputs import RequestedSizes, library_inputs, modalities, without_draws
 from parplan.target.trouble import guarded, trouble
 
 __all__ = ["LIBRARIES", "library_model"]
@@ -124,12 +124,16 @@ def _transformers(library: Any, name: str, wanted: RequestedSizes, own_dtype: bo
         raise TargetError(f"{wanted.target}: transformers has no model for {type(config).__name__}")
     if getattr(config, "use_cache", False):
         config.use_cache = False  # a training step keeps no keys and values for later tokens
+    settled = without_draws(config)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     model = wanted.built(lambda: kind(config))
     inputs, said = library_inputs(model, config, wanted, written)
-    notes = (f"{wanted.target}: {kind.__name__} of {source}, {said}, {_said(wanted)}",)
-    return Target(type(model).__name__, model, (), inputs, notes=notes)
+    notes = [f"{wanted.target}: {kind.__name__} of {source}, {said}, {_said(wanted)}"]
+    if settled:
+        drawn = " and ".join(settled)
+        notes.append(f"{wanted.target}: planned with {drawn}: these draws decide in Python what the forward does")
+    return Target(type(model).__name__, model, (), inputs, notes=tuple(notes))
 
 
 def _said(wanted: RequestedSizes) -> str:

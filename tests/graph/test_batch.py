@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -231,3 +232,17 @@ def test_no_room_for_twice_the_batch_does_not_cost_the_replicas(monkeypatch: pyt
     graph = capture(model, (rand(8, 4),))
     assert graph.layers["0"].batch is not None
     assert graph.one_batch == ""
+
+
+def test_a_model_without_memory_may_branch_on_its_samples() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.scale = nn.Linear(4, 4), torch.ones(4, device="meta")
+
+        def forward(self, x: Tensor) -> Any:
+            return self.fc(x) * self.scale * math.sqrt(x.shape[0])
+
+    graph = capture(Counts().to("meta"), (torch.zeros(6, 4, device="meta"),))
+    assert graph.size_branches.ops
+    assert graph.batch == 6

@@ -168,6 +168,17 @@ def test_a_name_means_the_model_of_all_modalities_with_inputs_of_each(
     assert capture(found.module, (), found.kwargs).batch == 8
 
 
+def test_masks_that_are_drawn_in_the_forward_are_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(self: Config) -> None:
+        Config.__init__(self, conv_stride=(5,), conv_dim=(3,), apply_spec_augment=True, encoder_layerdrop=0.1)
+
+    monkeypatch.setattr(SpeechConfig, "__init__", made)
+    monkeypatch.setattr(Speech, "forward", lambda self, input_values: self.result(input_values))
+    found = load("transformers:speech", meta=True)
+    assert vars(found.module)["config"].apply_spec_augment is False
+    assert "planned with apply_spec_augment=False and encoder_layerdrop=0.0: these draws" in found.notes[1]
+
+
 def test_inputs_that_no_field_sizes_are_shown_in_a_file() -> None:
     with pytest.raises(TargetError) as refused:
         load("transformers:patches", meta=True)
