@@ -202,7 +202,7 @@ def compile(  # the name users know from torch.compile
             device per process, else the GPUs that are here, else the CPU.
         output_device: where results are gathered (one process); default: where the inputs were.
         plan: run this plan (or file) instead of searching for one; it is verified first.
-        batch_norm: "global" (statistics of the whole batch, the plain model's numbers) or "local" (per replica, as DDP).
+        batch_norm: "global" statistics (of the whole batch, the plain model's numbers) or "local" (per replica, as DDP)
         scalars: a returned number (a loss) is "whole", the plain model's, or "per_replica", a vector with one entry per
             replica, as DataParallel gives it; under torchrun each process its own number, as DistributedDataParallel.
         inputs: under torchrun, each process brings its "own" samples; shards of one replica of the first layer the

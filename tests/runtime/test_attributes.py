@@ -405,7 +405,7 @@ REFUSED: dict[Forward, str] = {
     leaving_an_object: r"writes last: it leaves an object of function there",
     drawing: r"(?s)random numbers from random.*test_attributes.py:\d+: return m.a\(x\) \* random.*torch.rand",
     drawing_with_numpy: r"(?s)random numbers from numpy.random.*test_attributes.py.*np.random.rand",
-    of_open_size: r"(?s)size of a result depends on the values of a tensor.*test_attributes.py.*torch.where",
+    of_open_size: r"(?s)size of a result depends on the values of a tensor.*torch.where.*test_attributes.py",
     counting_outside: r"writes .*STRENGTH: it changes it from 1.0 to 2.0",
     untrained: r"uses history\[0\], of shape \(8,\), which needs a gradient.*nn.Parameter",
 }

@@ -221,7 +221,7 @@ class Busy(nn.Module):
         return self.drop(self.norm(self.linear(x)))
 
 
-@pytest.mark.filterwarnings("ignore:Busy. captured is the code")
+@pytest.mark.filterwarnings("ignore:Busy. captured is the code", "ignore::parplan.errors.ReplicaHookWarning")
 def test_nothing_is_left_behind() -> None:
     """A checked first step leaves what an unchecked one does, and calls hooks as often."""
     net = Busy().double()
