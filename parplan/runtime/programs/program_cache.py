@@ -194,11 +194,10 @@ class Programs:
         paths = graph.parameters
         held = {name: self._readers[path] for name, path in paths.items() if path in self._readers}
         planned = strategies_for(graph, plan, held)
-        strategies = with_whole_hooks(graph, planned, plan.scheme, self._transport.processes)
+        strategies = dict(with_whole_hooks(graph, planned, plan.scheme, self._transport.processes))
         for layer in graph.layers.values():
             for name in layer.parameters:
                 self._readers.setdefault(paths[name], strategies[layer.name])
-        strategies = dict(with_whole_hooks(graph, strategies, plan.scheme, self._transport.processes))
         apart = self._transport.processes > 1 and not self._options.same_draws
         seeded = SeededOps(graph, strategies, self._transport.rank if apart else None)
         known = Captured(graph, strategies, plan.scheme, seeded, groups=self.groups(plan))
