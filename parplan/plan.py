@@ -42,6 +42,10 @@ class Scheme(Enum):
     INTERLEAVE = "interleave"
 
 
+# Fields of a strategy that its words tell, or that stand beside them in a report; any other is told by its name.
+_DESCRIBED = frozenset({"replicas", "shards", "axis", "devices", "update_period"})
+
+
 @dataclass(frozen=True)
 class Strategy:
     """Placement of one layer: `replicas` x `shards` along `axis`, on `devices` (row by row).
@@ -67,11 +71,30 @@ class Strategy:
 
         return Grid(self.devices, self.replicas, self.shards)
 
-    def describe(self) -> str:
-        """Words for a report: `4 replicas`, `2 replicas x 2 shards of out-features`, `1 device`."""
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """The strategy wherever its devices are, and whenever it updates: a key of what one of them has to do.
+
+        A tuple, whose hash takes a quarter of a dataclass's: costs are looked up by it, once per layer, strategy and shape.
+        """
+        return tuple(getattr(self, one.name) for one in fields(self) if one.name not in ("devices", "update_period"))
+
+    @property
+    def arrangement(self) -> tuple[int, int, tuple[int, ...]]:
+        """Replicas, shards and devices: layers that have them in common leave values where they are."""
+        return self.replicas, self.shards, self.devices
+
+    @property
+    def placement(self) -> Strategy:
+        """The strategy whatever its axis: a key of layers that a report tells of together."""
+        return replace(self, axis=None)
+
+    def describe(self, alone: str = "1 device") -> str:
+        """Words for a report: `4 replicas`, `2 replicas x 2 shards of out-features`, or `alone` on one device."""
         replicas = f"{self.replicas} replicas" if self.replicas > 1 else ""
         shards = f"{self.shards} shards of {self.axis}" if self.shards > 1 else ""
-        return " x ".join(part for part in (replicas, shards) if part) or "1 device"
+        more = [f"{one.name} {getattr(self, one.name)}" for one in fields(self) if one.name not in _DESCRIBED]
+        return ", ".join([" x ".join(part for part in (replicas, shards) if part) or alone, *more])
 
 
 @dataclass(frozen=True)

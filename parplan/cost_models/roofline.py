@@ -47,7 +47,7 @@ PRECISIONS = {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf1
 def part_key(layer: Layer, strategy: Strategy, passes: int = 1) -> Hashable:
     """A key of a device's part of a layer in one of so many passes: all that its cost depends on, so not which devices
     there are."""
-    return layer.name, strategy.replicas, strategy.shards, strategy.axis, passes
+    return layer.name, strategy.key, passes
 
 
 def part_of(graph: LayerGraph, layer: Layer, strategy: Strategy, passes: int = 1) -> LocalLayer:

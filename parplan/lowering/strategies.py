@@ -7,6 +7,7 @@ plan does not know runs as the layer it reads from does, where that is possible.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from parplan.errors import PlanError
@@ -42,7 +43,7 @@ def strategies_for(
             )
         bound = strategy.replicas > 1 and layer.batch is None and not layer.constant
         if bound and graph.batch == 1:  # one replica has the sample, however many there are
-            found[name] = strategy = Strategy(1, strategy.shards, strategy.axis, strategy.grid.row(0))
+            found[name] = strategy = replace(strategy, replicas=1, devices=strategy.grid.row(0))
         elif bound:
             raise PlanError(f"{name}: {strategy.replicas} replicas, but its samples depend on each other; use 1")
         axis = layer.axis(strategy.axis)
@@ -67,7 +68,7 @@ def _uncut(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Strategy:
         return strategy
     if axis is None and layer.parameters and all(1 not in graph.values[name].shape for name in layer.outputs):
         return strategy  # a plan's mistake; where a dimension has one entry, it is no axis here
-    return Strategy(len(strategy.devices), 1, None, strategy.devices)
+    return replace(strategy, replicas=len(strategy.devices), shards=1, axis=None)
 
 
 def _following(graph: LayerGraph, layer: Layer, known: Mapping[str, Strategy], plan: Plan) -> Strategy:
@@ -78,7 +79,7 @@ def _following(graph: LayerGraph, layer: Layer, known: Mapping[str, Strategy], p
     strategy = known[makers[0]] if makers else Strategy()
     axis = layer.axis(strategy.axis)
     if strategy.shards > 1 and (axis is None or axis.units % strategy.shards):
-        strategy = Strategy(strategy.replicas, 1, None, strategy.grid.column(0))
+        strategy = replace(strategy, shards=1, axis=None, devices=strategy.grid.column(0))
     if strategy.replicas > 1 and layer.batch is None:
-        strategy = Strategy(1, strategy.shards, strategy.axis, strategy.grid.row(0))
+        strategy = replace(strategy, replicas=1, devices=strategy.grid.row(0))
     return strategy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from rich.console import Console
@@ -102,5 +103,5 @@ def _row(scale: units.Scale, other: Mapping[str, Any], step_s: float) -> TableRo
 
 def _words(layer: Mapping[str, Any]) -> str:
     """The strategy of a layer or an alternative."""
-    strategy = Strategy(layer["replicas"], layer["shards"], layer["axis"], tuple(layer["devices"]))
-    return strategy.describe() if strategy.replicas * strategy.shards > 1 else "whole"
+    told = {one.name: layer[one.name] for one in fields(Strategy) if one.name in layer}
+    return Strategy(**{**told, "devices": tuple(layer["devices"])}).describe("whole")

@@ -82,8 +82,7 @@ def _words(strategy: Strategy | None) -> str:
     """A strategy with its devices and updates."""
     if strategy is None:
         return MISSING
-    words = strategy.describe() if strategy.replicas * strategy.shards > 1 else "whole"
-    return f"{words} on {units.number_ranges(strategy.devices)}{updates(strategy)}"
+    return f"{strategy.describe('whole')} on {units.number_ranges(strategy.devices)}{updates(strategy)}"
 
 
 def render_diff(

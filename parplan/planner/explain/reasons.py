@@ -104,9 +104,7 @@ def followed(graph: LayerGraph, plan: Plan, name: str) -> str | None:
     source = next((graph.producer[value] for value in layer.inputs if value in graph.producer), None)
     if layer.parameters or source is None:
         return None
-    own, other = plan.layers[name], plan.layers[source]
-    same = (own.devices, own.replicas, own.shards) == (other.devices, other.replicas, other.shards)
-    return source if same else None
+    return source if plan.layers[name].arrangement == plan.layers[source].arrangement else None
 
 
 def only_way(layer: Layer) -> str:

@@ -135,7 +135,7 @@ class _Run:
         Args:
             beyond_s: seconds that no step worth considering takes, where devices are followed.
             least_s: a bound of its plans that is known.
-            within: arrangements that are worth considering, by the same bound; all if None.
+            within: keys of strategies that are worth considering, by the same bound; all if None.
         """
         if shape.average:
             self.within = None
@@ -149,7 +149,7 @@ class _Run:
         problem = masked(formulation, self.pinned, within)
         solution = self.solved(formulation, problem)
         if shape.average:
-            self.within = None if solution.possible is None else formulation.arrangements(solution.possible)
+            self.within = None if solution.possible is None else formulation.keys(solution.possible)
         self.first = self.first or (formulation, solution)
         if solution.status is Status.UNKNOWN and self.cutoff == inf:
             self.undecided = formulation, solution

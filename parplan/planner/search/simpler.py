@@ -9,7 +9,7 @@ import numpy as np
 
 from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
-from parplan.plan import Plan, Strategy
+from parplan.plan import Plan
 from parplan.planner.decision import Baseline
 from parplan.planner.search_space.edges import equal
 from parplan.planner.search_space.formulation import Formulation
@@ -31,7 +31,7 @@ class Candidate:
     def changes(self) -> int:
         """Edges between layers on which the layout changes."""
         names = self.formulation.names[: len(self.formulation.options)]
-        own = [_arrangement(self.plan.layers[name]) for name in names]
+        own = [self.plan.layers[name].arrangement for name in names]
         edges = (edge for edge in self.formulation.parts.edges if edge.target < len(names))
         return sum(self.formulation.times(e.target) * (own[e.source] != own[e.target]) for e in edges)
 
@@ -96,7 +96,7 @@ def simplest(
             for e, edge in enumerate(edges):
                 if edge.target < len(best.formulation.options):
                     source, target = (
-                        [_arrangement(option.strategy) for option in best.formulation.options[v]]
+                        [option.strategy.arrangement for option in best.formulation.options[v]]
                         for v in (edge.source, edge.target)
                     )
                     differ = ~equal(source, target)
@@ -109,8 +109,3 @@ def simplest(
             best = other
         found.append(best)
     return min(found, key=lambda one: (one.changes, one.step_s))
-
-
-def _arrangement(strategy: Strategy) -> tuple[int, int, tuple[int, ...]]:
-    """The fields that have to be equal for values to stay where they are."""
-    return strategy.replicas, strategy.shards, strategy.devices

@@ -23,23 +23,15 @@ from parplan.plan import Strategy
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts
 from parplan.planner.solver.problem import FloatArray
 
-__all__ = ["Arrangement", "Within", "arrangement", "folded"]
+__all__ = ["Within", "folded"]
 
 HEAVY = 4
 """Layers whose devices are followed, those with the longest updates and gradient sums."""
 
 Groups = list[NDArray[np.intp]]
 
-Arrangement = tuple[int, int, str | None, int]
-"""Replicas, shards, axis and number of devices: a strategy wherever its block is."""
-
-Within = Mapping[str, frozenset[Arrangement]] | None
-"""Arrangements that layers may have, by name; all if None."""
-
-
-def arrangement(strategy: Strategy) -> Arrangement:
-    """The strategy without the position of its block."""
-    return strategy.replicas, strategy.shards, strategy.axis, len(strategy.devices)
+Within = Mapping[str, frozenset[tuple[object, ...]]] | None
+"""Keys of strategies that layers may have, by name, wherever their blocks are (`Strategy.key`); all if None."""
 
 
 def folded(
@@ -58,9 +50,9 @@ def folded(
     """
     groups: list[Groups] = []
     for options in strategies:  # those that differ in the position of their block only
-        alike: dict[tuple[Arrangement, bool], list[int]] = {}
+        alike: dict[tuple[object, ...], list[int]] = {}
         for k, (one, pays) in enumerate(options):
-            alike.setdefault((arrangement(one), pays), []).append(k)
+            alike.setdefault((one.key, pays), []).append(k)
         groups.append([np.array(group) for group in alike.values()])
     shares = [
         np.array([len(options[group[0]][0].devices) / devices for group in own])

@@ -22,7 +22,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.repeated import Fold
 from parplan.lowering.stages import Stage
 from parplan.plan import Strategy
-from parplan.planner.search_space.any_block import Arrangement, arrangement, folded
+from parplan.planner.search_space.any_block import folded
 from parplan.planner.search_space.edges import edge_parts, equal
 from parplan.planner.search_space.options import LikeReaders, Option, like_readers, node_parts, priced_option
 from parplan.planner.search_space.shape import ONE_PASS, Choice, Placement, Shape, choices, role_rows
@@ -90,10 +90,10 @@ class Formulation:
                         changes[device][moment] = changes[device].get(moment, 0.0) + nbytes
         return tuple(int(np.cumsum([0.0, *(one[t] for t in sorted(one))]).max()) for one in changes)
 
-    def arrangements(self, possible: Sequence[frozenset[int]]) -> dict[str, frozenset[Arrangement]]:
-        """The arrangements of some strategies of every node, by the name of its layer."""
+    def keys(self, possible: Sequence[frozenset[int]]) -> dict[str, frozenset[tuple[object, ...]]]:
+        """The keys of some strategies of every node, by the name of its layer."""
         named = zip(self.names, self.options, possible, strict=False)
-        return {name: frozenset(arrangement(own[k].strategy) for k in kept) for name, own, kept in named}
+        return {name: frozenset(own[k].strategy.key for k in kept) for name, own, kept in named}
 
     def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
         """The strategies that a choice stands for, by layer."""

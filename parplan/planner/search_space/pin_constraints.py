@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, combinations, product
 
 from parplan.cluster import Cluster
@@ -27,7 +27,7 @@ __all__ = ["LayerPin", "Pinned", "named", "pinned", "pinned_blocks", "strategy_w
 # Up to so many devices, layers that are not pinned beside layers that are may be placed on every subset of them.
 MOST_SUBSETS = 4
 MOST_REASONS = 3
-FIELDS = ("replicas", "shards", "axis", "devices", "update_period")
+FIELDS = tuple(one.name for one in fields(Strategy))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from parplan.graph.repeated import Fold
 from parplan.pins import Pin
 from parplan.plan import Strategy
 from parplan.planner.decision import PinPrice, Pins
-from parplan.planner.search_space.any_block import Within, arrangement
+from parplan.planner.search_space.any_block import Within
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned, named, pinned, pinned_blocks
@@ -68,9 +68,10 @@ def grouped(pins: Sequence[Pin]) -> tuple[PinGroup, ...]:
     """Every pin by itself, or where there are many those of one origin that spread layers alike together."""
     if len(pins) <= MANY:
         return tuple(PinGroup((pin,)) for pin in pins)
-    found: dict[tuple[object, ...], list[Pin]] = {}
+    found: dict[Pin, list[Pin]] = {}
     for pin in pins:
-        found.setdefault((_place(pin), pin.replicas, pin.shards, pin.axis), []).append(pin)
+        alike = replace(pin, pattern="", devices=None, update_period=None, origin=_place(pin))
+        found.setdefault(alike, []).append(pin)
     return tuple(PinGroup(tuple(own)) for own in found.values())
 
 
@@ -156,14 +157,14 @@ def masked(formulation: Formulation, pins: Pinned, within: Within = None) -> Pro
     """The problem without strategies that these pins, or a bound, leave out.
 
     Args:
-        within: arrangements that a bound leaves.
+        within: keys of strategies that a bound leaves.
     """
     nodes = list(formulation.problem.nodes)
     for index, (name, options) in enumerate(zip(formulation.names, formulation.options, strict=False)):
         if name in pins.allowed or within is not None:
             own = set(pins.allowed[name]) if name in pins.allowed else {option.strategy for option in options}
-            worth = within[name] if within is not None else {arrangement(option.strategy) for option in options}
-            keep = [option.strategy in own and arrangement(option.strategy) in worth for option in options]
+            worth = within[name] if within is not None else {option.strategy.key for option in options}
+            keep = [option.strategy in own and option.strategy.key in worth for option in options]
             nodes[index] = replace(nodes[index], cost_s=np.where(keep, nodes[index].cost_s, np.inf))
     return replace(formulation.problem, nodes=tuple(nodes))
 

@@ -269,7 +269,7 @@ def _draw_words(root: Element, rows: Sequence[Row], at: _Places, roles: Mapping[
     """Each row's strategy beside its name, and a line above it across the picture where another one begins."""
     before = None
     for index, row in enumerate(rows):
-        own, y = (row.strategy.replicas, row.strategy.shards, row.strategy.devices), at.top(index)
+        own, y = row.strategy.arrangement, at.top(index)
         if own != before or at.narrow:
             add(root, "path", d=f"M0 {y:g}H{at.width:g}", **line("rule"))
         before = own

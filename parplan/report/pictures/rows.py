@@ -15,7 +15,7 @@ from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from parplan.planner.decision import Decision, LayerReport
-from parplan.report.sections.blocks import LEAST, NUMBER, name_span, placement, repeats
+from parplan.report.sections.blocks import LEAST, NUMBER, name_span, repeats
 from parplan.report.sections.layer_groups import StrategyGroup, TableLine
 
 __all__ = ["MOST_ROWS", "Connections", "Row", "connections", "inside", "net_rows"]
@@ -71,8 +71,8 @@ def net_rows(decision: Decision, limit: int = MOST_ROWS) -> tuple[Row, ...]:
     """The net's rows in forward order: one by placement where all layers with weights share it, else by module."""
     layers, graph = decision.layers, decision.priced.graph if decision.priced is not None else None
     weighted = [layer for layer in layers if layer.parameters] or layers
-    if len({placement(layer.strategy) for layer in weighted}) == 1:
-        runs = (tuple(run) for _, run in groupby(layers, key=lambda layer: placement(layer.strategy)))
+    if len({layer.strategy.placement for layer in weighted}) == 1:
+        runs = (tuple(run) for _, run in groupby(layers, key=lambda layer: layer.strategy.placement))
         found = tuple(_row(run) for run in runs)
         if len(found) <= limit:
             return found
@@ -106,7 +106,7 @@ def _grouped(layers: Sequence[LayerReport], graph: LayerGraph | None, limit: int
         return found
     rows = max((level for level in levels), key=len)
     size = math.ceil(len(rows) / limit)
-    runs = [list(run) for _, run in groupby(rows, key=lambda row: placement(row.strategy))]
+    runs = [list(run) for _, run in groupby(rows, key=lambda row: row.strategy.placement)]
     return tuple(_joined(run[start : start + size]) for run in runs for start in range(0, len(run), size))
 
 
@@ -114,7 +114,7 @@ def _modules(layers: Iterable[LayerReport], depth: int) -> list[Row]:
     """Adjacent layers of one placement and one module of so many name parts."""
 
     def module(layer: LayerReport) -> tuple[Hashable, ...]:
-        return ".".join(layer.name.split(".")[:depth]), placement(layer.strategy)
+        return ".".join(layer.name.split(".")[:depth]), layer.strategy.placement
 
     runs = [(str(name), tuple(own)) for (name, _), own in groupby(layers, key=module)]
     names = [name for name, _ in runs]
@@ -127,7 +127,7 @@ def _repeated(rows: Sequence[Row]) -> list[Row]:
 
     def key(row: Row) -> Hashable:
         parts = ((NUMBER.sub("#", layer.name), layer.kind, layer.parameters) for layer in row.layers)
-        return placement(row.strategy), NUMBER.sub("#", row.label), tuple(parts)
+        return row.strategy.placement, NUMBER.sub("#", row.label), tuple(parts)
 
     found, at = list[Row](), 0
     for number, run in enumerate(repeats([key(row) for row in rows])):
@@ -153,7 +153,7 @@ def _folded(rows: Iterable[Row], graph: LayerGraph | None) -> tuple[Row, ...]:
         if (
             last is not None and alike and light and each == 1
             and (row.repeats == 1 or row.run is not None)
-            and placement(last.strategy) == placement(row.strategy)
+            and last.strategy.placement == row.strategy.placement
             and (graph is None or any(graph.digraph.has_edge(one.name, layer.name) for one in last.layers))
         ):  # fmt: skip
             found[-1] = replace(last, layers=_interleaved(last, row))

@@ -10,10 +10,9 @@ import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from parplan.plan import Strategy
 from parplan.planner.decision import LayerReport
 
-__all__ = ["LEAST", "NUMBER", "Block", "Repeat", "folded", "name_span", "placement", "repeated_blocks", "repeats"]
+__all__ = ["LEAST", "NUMBER", "Block", "Repeat", "folded", "name_span", "repeated_blocks", "repeats"]
 
 NUMBER = re.compile(r"\d+")
 LEAST = 3
@@ -43,18 +42,13 @@ class Repeat:
     count: int
 
 
-def placement(strategy: Strategy) -> Hashable:
-    """The key of layers that share replicas, shards, devices and updates; the axes may differ."""
-    return strategy.replicas, strategy.shards, strategy.devices, strategy.update_period
-
-
 def folded(layers: Sequence[LayerReport]) -> list[tuple[LayerReport, ...]]:
     """The layers in order, those without weights together with the line in front of them if that feeds them."""
     lines: list[list[LayerReport]] = []
     for layer in layers:
         before = lines[-1] if lines else []
         fed = any(one.name in layer.inputs for one in before)
-        if fed and not layer.parameters and placement(layer.strategy) == placement(before[0].strategy):
+        if fed and not layer.parameters and layer.strategy.placement == before[0].strategy.placement:
             before.append(layer)
         else:
             lines.append([layer])

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from parplan.plan import Strategy
 from parplan.planner.decision import LayerReport
-from parplan.report.sections.blocks import Block, folded, name_span, placement, repeated_blocks
+from parplan.report.sections.blocks import Block, folded, name_span, repeated_blocks
 from parplan.report.units import counted, devices
 
 __all__ = ["LIMIT", "StrategyGroup", "TableLine", "block_groups", "group_layers"]
@@ -187,12 +187,12 @@ def block_groups(layers: Sequence[LayerReport]) -> tuple[StrategyGroup, ...]:
     places: dict[int, set[Hashable]] = {}
     for block in blocks:
         if block.run is not None:
-            places.setdefault(block.run, set()).add(placement(block.head.strategy))
+            places.setdefault(block.run, set()).add(block.head.strategy.placement)
 
     def key(block: Block) -> tuple[Hashable, int | None]:
         """A repeated sequence of several placements is apart from what stands around it."""
         apart = block.run if block.run is not None and len(places[block.run]) > 1 else None
-        return placement(block.head.strategy), apart
+        return block.head.strategy.placement, apart
 
     def line(block: Block) -> TableLine:
         each = len(block.layers) // block.repeats

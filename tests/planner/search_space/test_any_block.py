@@ -18,7 +18,6 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Scheme
 from parplan.planner.search.branches import Branch, averaged, sections
 from parplan.planner.search.context import shape_of
-from parplan.planner.search_space.any_block import arrangement
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
@@ -79,8 +78,8 @@ def test_arrangements_of_faster_plans_are_possible(seed: int, branchy: bool) -> 
             cutoff = step_time_s(graph, cluster, costs, plan) * (1 + 1e-6)
             possible = solve(formulation.problem, cutoff=cutoff, refute=True).possible
             if possible is not None and (shape.homes or not shape_of(plan, graph, cluster).homes):
-                within = formulation.arrangements(possible)
-                assert all(arrangement(own) in within[name] for name, own in plan.layers.items())
+                within = formulation.keys(possible)
+                assert all(own.key in within[name] for name, own in plan.layers.items())
 
 
 def test_a_bound_leaves_out_arrangements() -> None:

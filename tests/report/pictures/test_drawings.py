@@ -24,7 +24,6 @@ from parplan.report.pictures.net import draw_net
 from parplan.report.pictures.rows import Row, connections, inside, net_rows
 from parplan.report.pictures.svg import BROAD, COLOURS, NARROW
 from parplan.report.pictures.timeline import draw_timeline
-from parplan.report.sections.blocks import placement
 from tests.report.decisions import alexnet
 from tests.report.pictures.drawn import HOSTILE, SVG, data_parallel, priced, residual, svg_of
 
@@ -147,8 +146,8 @@ def test_rows_have_every_layer_once_and_are_of_one_placement(limit: int) -> None
         rows = net_rows(found, limit)
         names = [layer.name for row in rows for layer in row.layers]
         assert sorted(names) == sorted(layer.name for layer in found.layers)
-        assert all(len({placement(layer.strategy) for layer in row.layers}) == 1 for row in rows)
-        assert len(rows) <= max(limit, 2 * len({placement(layer.strategy) for layer in found.layers}))
+        assert all(len({layer.strategy.placement for layer in row.layers}) == 1 for row in rows)
+        assert len(rows) <= max(limit, 2 * len({layer.strategy.placement for layer in found.layers}))
 
 
 def test_the_strategy_stands_beside_the_name_of_every_row_at_both_widths() -> None:
