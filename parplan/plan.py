@@ -75,7 +75,7 @@ class Strategy:
     def key(self) -> tuple[object, ...]:
         """The strategy wherever its devices are, and whenever it updates: a key of what one of them has to do.
 
-        A tuple, whose hash takes a quarter of a dataclass's: costs are looked up by it, once per layer, strategy and shape.
+        A tuple, whose hash takes a quarter of a dataclass's: costs are looked up by it, per layer, strategy and shape.
         """
         return tuple(getattr(self, one.name) for one in fields(self) if one.name not in ("devices", "update_period"))
 
