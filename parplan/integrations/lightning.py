@@ -7,7 +7,7 @@ What `training_step` calls is planned: the module's own forward where it has one
 
 from __future__ import annotations
 
-import copy
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -66,11 +66,9 @@ class ParplanStrategy(Base):  # type: ignore[misc]
         children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
         direct = {name: child for name, child in model._modules.items() if isinstance(child, Compiled)}
         if not self._part and not direct and type(model).forward is not lightning.LightningModule.forward:
-            inner = copy.copy(model)  # the same parameters and children, with the forward that is planned
-            compiled = self._made(inner)
+            compiled = self._made(_planned_view(model))
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                inner.training = model.training
                 return compiled(*args, **kwargs)
 
             forward.compiled = compiled  # type: ignore[attr-defined]
@@ -142,3 +140,12 @@ class ParplanStrategy(Base):  # type: ignore[misc]
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load a plain module's state; each process keeps its blocks."""
         self._whole.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+
+def _planned_view(model: nn.Module) -> nn.Module:
+    """The same module, all of its attributes included, whose forward is its class's: the one that is planned."""
+    kind = type(model)
+    forward = property(lambda self: MethodType(kind.forward, self))  # goes before the attribute of the instance
+    view: nn.Module = object.__new__(type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__}))
+    object.__setattr__(view, "__dict__", model.__dict__)
+    return view

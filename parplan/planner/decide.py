@@ -280,7 +280,7 @@ def _explained(
         links=case.costs.step.links,
         passes=schemes,
         branches=branches,
-        advised=advised(plan, step.step_s, by_hand),
+        advised=advised(plan, step.step_s, by_hand, found.proof.simpler is not None),
         priced=PricedGraph(case.graph, case.costs),
         loss_outside=outside,
     )

@@ -162,3 +162,45 @@ def test_lightnings_module_has_to_call_the_part_that_is_planned(
     assert fitted(ParplanStrategy(part)) is compiled
     with pytest.raises(RuntimeFailure, match=r"^the module is compiled already, with other options than check of this"):
         fitted(ParplanStrategy(part, check="off"))
+
+
+def test_lightnings_hooks_change_what_the_planned_forward_reads(alone: None) -> None:
+    """An attribute that is set on the module between epochs is the planned forward's, and one that it writes stays."""
+    pytest.importorskip("lightning")
+    from lightning import pytorch as pl
+
+    from parplan.integrations.lightning import ParplanStrategy
+
+    class Annealed(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.beta, self.seen = nn.Linear(4, 1), 0.0, list[float]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.net(x) * self.beta
+            return found
+
+        def on_train_epoch_start(self) -> None:
+            self.beta = float(self.current_epoch + 1)
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss = (self(batch[0]) - 1).square().mean()
+            self.seen.append(float(loss.detach()))
+            return loss  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    found = []
+    for strategy in ("auto", ParplanStrategy()):
+        torch.manual_seed(0)
+        module = Annealed()
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 4)), batch_size=4)
+        trainer = pl.Trainer(
+            max_epochs=3, accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_progress_bar=False,
+            enable_checkpointing=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, loader)
+        found.append(module.seen)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert len(set(found[0])) == 3

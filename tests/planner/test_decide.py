@@ -396,3 +396,24 @@ def test_differences_name_the_layers_with_the_most_weights() -> None:
     assert differences(cut, whole, graph) == expected
     assert differences(whole, cut.with_layers({last: Strategy()}), graph) == f"{first} on one device"
     assert differences(whole, whole, graph) == ""
+
+
+def test_advice_compares_steps_of_the_same_batch_norm() -> None:
+    """Statistics of each device's own samples are another training: a plan that has them is not called faster."""
+    plan = decided(perceptron(), cluster_preset(SLOW, 2)).plan
+    data = Baseline("pure data parallel", 0.5, 1, True, batch_norm_s=0.6)
+    assert advised(plan, 1.0, (data,)) == ""
+    assert (
+        advice(plan, 1.0, (data,)) == "Use this plan: 1.10 x as fast as pure data parallel, the best of the usual ways."
+    )
+    assert advised(plan, 1.0, (replace(data, batch_norm_s=0.1),)) == "pure data parallel"
+
+
+def test_a_plan_that_a_wide_tolerance_takes_is_the_one_that_is_advised() -> None:
+    net = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048))
+    taken = decided(capture(net, (torch.randn(512, 2048),)), cluster_preset(SLOW, 4), PlanRequest(tolerance=5.0))
+    same = next(one for one in taken.baselines if one.plan is not None and one.plan.layers == taken.plan.layers)
+    assert taken.proof.simpler is not None
+    assert taken.proof.simpler.fastest_s < 0.97 * taken.prediction.step_s
+    assert taken.advised == same.name
+    assert " instead of this plan" not in taken.advice

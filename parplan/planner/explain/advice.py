@@ -35,11 +35,17 @@ def better_batch(plan: Plan, graph: LayerGraph) -> str:
     return f"{batch} divides by {' and '.join(map(str, counts))}: +{gain}% samples/s."
 
 
-def advised(plan: Plan, step_s: float, baselines: Sequence[Baseline]) -> str:
-    """The name of the plan by hand that `plan`, of `step_s` seconds, is, or that is clearly faster; else empty."""
-    legal = {one.name: one.step_s for one in baselines if one.fits and one.step_s is not None}
+def advised(plan: Plan, step_s: float, baselines: Sequence[Baseline], chosen: bool = False) -> str:
+    """The name of the plan by hand that `plan`, of `step_s` seconds, is, or that is clearly faster; else empty.
+
+    Args:
+        chosen: the plan is the one that the tolerance prefers, so that a faster one is no advice.
+    """
+    legal = {one.name: one.whole_s for one in baselines if one.fits and one.whole_s is not None}
     same = next((one.name for one in baselines if _is(one.plan, plan)), "")
     best = min(legal, key=lambda name: legal[name]) if legal else ""
+    if same and chosen:
+        return same
     return best if legal and best != same and legal[best] < (1 - MARGIN) * step_s else same
 
 
@@ -52,9 +58,9 @@ def advice(
         simpler: the fastest plan, where `plan` is a simpler one.
         hint: a sentence that follows wherever more than one device is advised.
     """
-    legal = {one.name: one.step_s for one in baselines if one.fits and one.step_s is not None}
+    legal = {one.name: one.whole_s for one in baselines if one.fits and one.whole_s is not None}
     named = {one.name: one for one in baselines}
-    name = advised(plan, step_s, baselines)
+    name = advised(plan, step_s, baselines, simpler is not None)
     same = name != "" and _is(named[name].plan, plan)
     close = f", within {at_most(1 - simpler.fastest_s / step_s)} of the fastest plan found" if simpler else ""
     if same and name == ONE:

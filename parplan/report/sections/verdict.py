@@ -181,10 +181,10 @@ def _speed(decision: Decision) -> tuple[str, str]:
         own = "batch norm on each device's own samples, as DistributedDataParallel has it"
         return step, f"{text}. {scale.text(same.step_s)} with {own}"
     by_hand = [b for b in decision.baselines if b.name != "one device" and b.fits and b.step_s is not None]
-    best = min(by_hand, key=lambda b: b.step_s or math.inf, default=None)
-    if best is None or best.step_s is None:
+    best = min(by_hand, key=lambda b: b.whole_s or math.inf, default=None)
+    if best is None or best.whole_s is None:
         return step, f"{text}; no usual plan by hand is legal and fits"
-    return step, f"{text}, {best.step_s / step_s:.2f} x as fast as the best plan by hand ({best.name})"
+    return step, f"{text}, {best.whole_s / step_s:.2f} x as fast as the best plan by hand ({best.name})"
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------

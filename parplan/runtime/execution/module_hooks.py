@@ -22,6 +22,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.sites import site_of
 from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, HookSite
 from parplan.graph.user_code.module_hooks import MARKS, Site, Template, own_hooks
+from parplan.layout import Grid
 from parplan.lowering.program import Program
 from parplan.plan import Scheme, Strategy
 from parplan.runtime.preserve_state import preserved_generators
@@ -32,7 +33,7 @@ _PRE, _POST = MARKS
 
 
 def with_whole_hooks(
-    graph: LayerGraph, strategies: Mapping[str, Strategy], scheme: Scheme, processes: int
+    graph: LayerGraph, strategies: Mapping[str, Strategy], scheme: Scheme, processes: int, groups: Grid | None = None
 ) -> Mapping[str, Strategy]:
     """Strategies in which hooks that are marked `parplan.whole` see all samples of a process.
 
@@ -46,6 +47,11 @@ def with_whole_hooks(
             continue
         if scheme is not Scheme.GATHER:
             raise PlanError(f"{name}: parplan.whole(hook) needs a plan without passes; this one is {scheme.value}")
+        if groups is not None and groups.shards > 1:
+            raise PlanError(
+                f'{name}: parplan.whole(hook) sees the rows that a process works on, and with inputs="group" these are '
+                'not those it brought; compile with inputs="own", or return the tensor from forward'
+            )
         if processes == 1:
             found[name] = Strategy(devices=strategies[name].devices[:1])
         elif layer.batch is None:

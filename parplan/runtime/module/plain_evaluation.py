@@ -58,7 +58,9 @@ class PlainEvaluation:
         if torch.is_grad_enabled() or self._module.training or self._comparing or not self._options.dropout:
             return False
         known = self._captures.of_other_sizes(call, False)
-        if len(known) < self._enough or any(one.graph.fixed_batch for one in known) or not self._may_run(call):
+        # What draws, draws from the process's own stream (runtime/execution/random_state.py), which is the plan's.
+        bound = any(one.graph.fixed_batch or one.seeded.apart for one in known)
+        if len(known) < self._enough or bound or not self._may_run(call):
             return False
         if self._transport.processes == 1:
             return not self._options.per_replica

@@ -194,13 +194,14 @@ class Programs:
         paths = graph.parameters
         held = {name: self._readers[path] for name, path in paths.items() if path in self._readers}
         planned = strategies_for(graph, plan, held)
-        strategies = dict(with_whole_hooks(graph, planned, plan.scheme, self._transport.processes))
+        groups = self.groups(plan)
+        strategies = dict(with_whole_hooks(graph, planned, plan.scheme, self._transport.processes, groups))
         for layer in graph.layers.values():
             for name in layer.parameters:
                 self._readers.setdefault(paths[name], strategies[layer.name])
         apart = self._transport.processes > 1 and not self._options.same_draws
         seeded = SeededOps(graph, strategies, self._transport.rank if apart else None)
-        known = Captured(graph, strategies, plan.scheme, seeded, groups=self.groups(plan))
+        known = Captured(graph, strategies, plan.scheme, seeded, groups=groups)
         if known.groups is not None and known.groups.replicas > 1:
             check_own_samples(graph)
         known.supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes, self._options)

@@ -219,6 +219,9 @@ def _wait_s() -> float:
     """
     given = os.environ.get(RANK_WAIT, "")
     try:
-        return float(given) if given else _WAIT_S
-    except ValueError as error:
-        raise RuntimeFailure(f"{RANK_WAIT} is {given!r}; give seconds, such as {_WAIT_S:g}") from error
+        wait_s = float(given) if given else _WAIT_S
+    except ValueError:
+        wait_s = float("nan")
+    if not wait_s >= 0:  # also what no number is: nothing is longer than that
+        raise RuntimeFailure(f"{RANK_WAIT} is {given!r}; give seconds, such as {_WAIT_S:g}")
+    return wait_s

@@ -95,7 +95,17 @@ def unmarked_on_ranks(rank: int, ranks: int) -> None:
         assert all("body: a hook of this module is called on rank 0 alone" in text for text in texts)
 
 
-CASES = {case.__name__: case for case in (on_ranks, unmarked_on_ranks)}
+def in_groups(rank: int, ranks: int) -> None:
+    """Processes that bring the same samples work on some rows of them each, which no hook is told to be all."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    net[1].register_forward_hook(parplan.whole(lambda m, args, result: None))
+    model = parplan.compile(net, pins=["0=shards:2", "2=shards:2"], inputs="group")
+    told = r"1\.hooks: parplan\.whole\(hook\) .* with inputs=.group. .* compile with inputs=.own."
+    with pytest.raises(PlanError, match=told):
+        model(torch.randn(4, 8))
+
+
+CASES = {case.__name__: case for case in (on_ranks, unmarked_on_ranks, in_groups)}
 
 
 @pytest.mark.parametrize("case", CASES)
