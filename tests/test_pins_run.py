@@ -64,8 +64,10 @@ def test_pins_on_the_command_line(model: Path, capsys: pytest.CaptureFixture[str
     assert found["copies"]["fc"] == [{"layer": before, "devices": layers[before]["devices"]}]
     assert found["copies"]["loss"] == [{"layer": "fc", "devices": [3, 2]}]
     free = analyzed([str(model), "--gpus", "4"], capsys)
-    # Pins of devices open more subsets of them to the search than there are without.
-    assert found["pins"]["free_s"] <= free["predicted"]["step_s"] * (1 + 1e-6)
+    # Pins of devices open more subsets of them to the search than there are without. Their prices are against plans for
+    # all processes; one device alone, which is advised without pins, has no samples to gather.
+    fastest_s = max(free["predicted"]["step_s"], free["proof"]["bound"])
+    assert found["pins"]["free_s"] <= fastest_s * (1 + 1e-6)
     assert found["pins"]["step_s"] == found["predicted"]["step_s"]
 
 
