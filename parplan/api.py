@@ -340,21 +340,15 @@ def _with_loss(
     """The module to capture, and the keywords to capture it with.
 
     Raises:
-        ModelError: `model` is no module, its mode cannot be set, or targets are given without a loss.
+        ModelError: `model` is no module, is wrapped, its mode cannot be set, or targets are given without a loss.
     """
     from torch import nn
 
-    from parplan.compat import parallel_wrapper
     from parplan.graph.user_code.with_loss import with_loss
 
     if not isinstance(model, nn.Module):
         raise ModelError(f"{type(model).__name__} is no model; give a torch.nn.Module, such as MyNet()")
-    for path, part in model.named_modules():
-        if wrapper := parallel_wrapper(part):
-            raise ModelError(
-                f"{path or 'the model'} is wrapped in {wrapper}, which parplan replaces; give the plain model"
-            )
-    _check_modes(model)
+    _check_modules(model)
     if loss is None and targets is not None:
         raise ModelError("targets are given without a loss; give loss=, a function of results and targets")
     if loss is None:
@@ -362,15 +356,23 @@ def _with_loss(
     return with_loss(model, loss), kwargs if targets is None else {**(kwargs or {}), "targets": targets}
 
 
-def _check_modes(model: nn.Module) -> None:
-    """Refuse a method of the user's own in place of `train(mode)`, by which captures and evaluation set the mode.
+def _check_modules(model: nn.Module) -> None:
+    """Refuse wrappers that parplan replaces, and a method of the user's own in place of `train(mode)`.
+
+    Captures and evaluation set the mode by that.
 
     Raises:
-        ModelError: a module's `train` takes no mode.
+        ModelError: a module is wrapped for several devices, or its `train` takes no mode.
     """
     from torch import nn
 
+    from parplan.compat import parallel_wrapper
+
     for path, module in model.named_modules():
+        if wrapper := parallel_wrapper(module):
+            raise ModelError(
+                f"{path or 'the model'} is wrapped in {wrapper}, which parplan replaces; give the plain model"
+            )
         if type(module).train is nn.Module.train:
             continue
         signature = inspect.signature(module.train)

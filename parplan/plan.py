@@ -16,7 +16,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from parplan.errors import PlanError
-from parplan.fields import Field, choice, count, numbers, parse_json, ranges, read_fields, read_file, table, text
+from parplan.fields import (
+    Field,
+    choice,
+    count,
+    counted,
+    numbers,
+    parse_json,
+    ranges,
+    read_fields,
+    read_file,
+    table,
+    text,
+)
 
 if TYPE_CHECKING:
     from parplan.layout import Grid
@@ -88,6 +100,12 @@ class Strategy:
     def placement(self) -> Strategy:
         """The strategy whatever its axis: a key of layers that a report tells of together."""
         return replace(self, axis=None)
+
+    @property
+    def ways(self) -> str:
+        """Words for replicas and shards, whatever the axis: `4 replicas`, `2 replicas x 4 shards`, `one device`."""
+        counts = (self.replicas, "replica"), (self.shards, "shard")
+        return " x ".join(counted(count, word) for count, word in counts if count > 1) or "one device"
 
     def describe(self, alone: str = "1 device") -> str:
         """Words for a report: `4 replicas`, `2 replicas x 2 shards of out-features`, or `alone` on one device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from parplan.cluster import Cluster
@@ -33,6 +34,7 @@ __all__ = [
     "SchemePrice",
     "Seconds",
     "Simpler",
+    "same_plan",
 ]  # fmt: skip
 
 ANY_BLOCK, BRANCHES = "layers on any block of devices", "branches at the same time"
@@ -160,6 +162,11 @@ class Baseline:
     def whole_s(self) -> float | None:
         """Seconds of its step with batch norm over the whole batch, as the plan itself has it."""
         return None if self.step_s is None else self.step_s + self.batch_norm_s
+
+
+def same_plan(plan: Plan, baselines: Sequence[Baseline]) -> Baseline | None:
+    """The plan by hand that `plan` is, if it is one."""
+    return next((one for one in baselines if one.plan is not None and one.plan.layers == plan.layers), None)
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ def _pictures(config: Any, parameters: Mapping[str, Any], kinds: Any) -> tuple[t
     if not parameters.keys().isdisjoint(_ANY_SIZE):
         return (), ""
     sized = _field(config, "image_size")
-    size = getattr(sized, "image_size", IMAGE)
-    height, width = (size, size) if not isinstance(size, (tuple, list)) else (size[0], size[-1])
+    size = _pair(getattr(sized, "image_size", IMAGE))
+    height, width = size[0], size[-1]
     channels = getattr(sized, "num_channels", None) or 3
     frames = getattr(_field(config, "num_frames"), "num_frames", None)
     if frames and "video" in kinds and "image" not in kinds:

@@ -154,11 +154,12 @@ def check_dense(leaves: Sequence[Any], buffers: Iterable[tuple[str, Tensor]] = (
     Raises:
         CaptureError: an input or a buffer is sparse or nested.
     """
-    given = ((f"input {place}", leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    given = ((place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     for name, tensor in (*given, *buffers):
         if tensor.layout is not torch.strided:
+            where = f"input {name}" if isinstance(name, int) else name  # words for the error alone: every call asks
             raise CaptureError(
-                f"{name}, of shape {list(tensor.shape)}, is no dense tensor ({tensor.layout}), and devices are sent "
+                f"{where}, of shape {list(tensor.shape)}, is no dense tensor ({tensor.layout}), and devices are sent "
                 "parts of dense ones only; make it dense (to_dense()), or bring its indices and values as two tensors "
                 "and add them up in the forward (index_add)"
             )

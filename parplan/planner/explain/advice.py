@@ -8,7 +8,7 @@ from math import lcm
 from parplan.fields import at_most
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
-from parplan.planner.decision import Baseline, Simpler
+from parplan.planner.decision import Baseline, Simpler, same_plan
 from parplan.planner.search_space.verifier import uneven_replicas
 
 __all__ = ["advice", "advised", "better_batch"]
@@ -42,11 +42,12 @@ def advised(plan: Plan, step_s: float, baselines: Sequence[Baseline], chosen: bo
         chosen: the plan is the one that the tolerance prefers, so that a faster one is no advice.
     """
     legal = {one.name: one.whole_s for one in baselines if one.fits and one.whole_s is not None}
-    same = next((one.name for one in baselines if _is(one.plan, plan)), "")
+    same = same_plan(plan, baselines)
+    own = same.name if same is not None else ""
     best = min(legal, key=lambda name: legal[name]) if legal else ""
-    if same and chosen:
-        return same
-    return best if legal and best != same and legal[best] < (1 - MARGIN) * step_s else same
+    if own and chosen:
+        return own
+    return best if legal and best != own and legal[best] < (1 - MARGIN) * step_s else own
 
 
 def advice(
@@ -59,16 +60,15 @@ def advice(
         hint: a sentence that follows wherever more than one device is advised.
     """
     legal = {one.name: one.whole_s for one in baselines if one.fits and one.whole_s is not None}
-    named = {one.name: one for one in baselines}
-    name = advised(plan, step_s, baselines, simpler is not None)
-    same = name != "" and _is(named[name].plan, plan)
+    name, same = advised(plan, step_s, baselines, simpler is not None), same_plan(plan, baselines)
+    same = same if same is not None and same.name == name else None
     close = f", within {at_most(1 - simpler.fastest_s / step_s)} of the fastest plan found" if simpler else ""
-    if same and name == ONE:
-        where = f" ({named[name].on})" if named[name].on else ""
+    if same is not None and name == ONE:
+        where = f" ({same.on})" if same.on else ""
         return f"Use one device{where}{close}." if close else f"Use one device{where}: more of them are not faster."
     best = min(legal, key=lambda name: legal[name]) if legal else ""
-    if same:
-        which = f" on {named[name].on or f'all {plan.devices} devices'}"
+    if same is not None:
+        which = f" on {same.on or f'all {plan.devices} devices'}"
         text = f"Use {name.replace('pure', 'plain')}{which}{close}."
     elif name:
         text = f"Use {name} instead of this plan: {step_s / legal[name]:.2f} x as fast."
@@ -79,7 +79,3 @@ def advice(
     else:
         text = f"Use this plan: {legal[best] / step_s:.2f} x as fast as {best}, the best of the usual ways."
     return f"{text} {hint}" if hint else text
-
-
-def _is(one: Plan | None, other: Plan) -> bool:
-    return one is not None and one.layers == other.layers

@@ -366,8 +366,10 @@ class _Run:
         fewer = best.changes < fastest.changes
         best = best if fewer else fastest
         step_s = min(best.step_s, self.case.objective_s(best.plan))
-        words = differences(fastest.plan, best.plan, self.case.graph)
-        simpler = Simpler(fastest.step_s, fastest.changes, best.changes, differs=words) if fewer else None
+        simpler = None
+        if fewer:
+            words = differences(fastest.plan, best.plan, self.case.graph)
+            simpler = Simpler(fastest.step_s, fastest.changes, best.changes, differs=words)
         proof = self.proof(step_s, min(self.bound, fastest.step_s, step_s), simpler, fastest is not least)
         return Found(
             best.plan, best.formulation, best.choice, proof, self.tried, self.without_s, fastest.plan if fewer else None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import Baseline
@@ -54,10 +53,7 @@ def differences(plan: Plan, other: Plan, graph: LayerGraph) -> str:
     ways: dict[str, list[str]] = {}
     for name, own in plan.layers.items():
         if graph.layers[name].parameters and own != other.layers[name]:
-            way = " x ".join(
-                counted(count, word) for count, word in ((own.replicas, "replica"), (own.shards, "shard")) if count > 1
-            )
-            ways.setdefault(way or "one device", []).append(name)
+            ways.setdefault(own.ways, []).append(name)
     if not ways:
         return ""
 

@@ -101,7 +101,7 @@ def layer_table(layers: Sequence[LayerReport]) -> dict[str, Any]:
         "heads": [named.get(HEADS[column], HEADS[column]) for column in columns],
         "rows": [[row[column] for column in columns] for row in rows],
         "alike": " and ".join(f"{head} {text}" for head, text in alike.items()),
-        "count": f"{units.counted(len(layers), 'layer')}" + f" on {len(shown)} rows" * (len(shown) < len(layers)),
+        "count": units.counted(len(layers), "layer") + f" on {len(shown)} rows" * (len(shown) < len(layers)),
         "summed": len(shown) < len(layers),
         "few": len(shown) <= MOST_OPEN,
     }

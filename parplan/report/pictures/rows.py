@@ -95,16 +95,16 @@ def _row(layers: Sequence[LayerReport]) -> Row:
 def _grouped(layers: Sequence[LayerReport], graph: LayerGraph | None, limit: int) -> tuple[Row, ...]:
     """Every layer where these are few; else modules, as deep as equal ones in a row begin, or as `limit` allows."""
     deepest = max(layer.name.count(".") + 1 for layer in layers)
-    rows = _folded([Row(layer.name, (layer,)) for layer in layers], graph)
-    if len(rows) <= limit:
-        return _folded(_repeated([Row(layer.name, (layer,)) for layer in layers]), graph)
+    single = [Row(layer.name, (layer,)) for layer in layers]
+    if len(_folded(single, graph)) <= limit:
+        return _folded(_repeated(single), graph)
     levels = [_folded(_repeated(_modules(layers, depth)), graph) for depth in range(1, deepest + 1)]
     few = [level for level in levels if 1 < len(level) <= limit]
     repeated = (level for level in levels if len(level) <= limit and any(row.repeats > 1 for row in level))
     found = next(repeated, few[-1] if few else None)
     if found is not None:
         return found
-    rows = max((level for level in levels), key=len)
+    rows = max(levels, key=len)
     size = math.ceil(len(rows) / limit)
     runs = [list(run) for _, run in groupby(rows, key=lambda row: row.strategy.placement)]
     return tuple(_joined(run[start : start + size]) for run in runs for start in range(0, len(run), size))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parplan.cost_models.costs import Source
-from parplan.planner.decision import Baseline, Decision, LayerReport
+from parplan.planner.decision import Decision, LayerReport, same_plan
 from parplan.report import units
 from parplan.report.page import Page
 from parplan.report.sections.layer_groups import StrategyGroup, block_groups
@@ -96,7 +96,7 @@ def _used(decision: Decision) -> int:
 
 def _use(decision: Decision) -> str:
     """The kind of this plan, by its name where people write it by hand; or what is better than one they decided."""
-    same = _same(decision)
+    same = same_plan(decision.plan, decision.baselines)
     if decision.advised and (same is None or same.name != decision.advised):
         return decision.advice.removeprefix("Use ").removesuffix(".")
     used, count, kind = _used(decision), decision.cluster.count, kind_of_plan(decision)
@@ -116,7 +116,7 @@ def kind_of_plan(decision: Decision) -> str:
     layers = [layer for layer in weighted if _seconds(layer) >= SMALL * decision.prediction.step_s] or weighted
     ways: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
-        ways.setdefault(_way(layer), []).append(index)
+        ways.setdefault(layer.strategy.ways, []).append(index)
     places = {layer.strategy.devices for layer in layers}
     most_replicas = max((layer.strategy.replicas for layer in layers), default=1)
     most_shards = max((layer.strategy.shards for layer in layers), default=1)
@@ -132,7 +132,7 @@ def kind_of_plan(decision: Decision) -> str:
             parts.append(f"{way} of {several if len(names) > NAMED else ' and '.join(names)}")
         parts += [units.counted(len(ways) - 3, "more way")] * (len(ways) > 3)
     elif most_replicas * most_shards > 1:
-        which = "small layers aside" if {_way(layer) for layer in weighted} - set(ways) else ""
+        which = "small layers aside" if {layer.strategy.ways for layer in weighted} - set(ways) else ""
         every = f"every layer{' with weights' if layers[0].parameters else ''}"
         parts = [f"{next(iter(ways))} of {every}", *[which] * bool(which)]
     if decision.passes is not None and decision.passes.count > 1:
@@ -142,28 +142,15 @@ def kind_of_plan(decision: Decision) -> str:
     return ": ".join([kind, ", ".join(parts)] if parts else [kind])
 
 
-def _way(layer: LayerReport) -> str:
-    """Replicas and shards of a layer, whatever its axis."""
-    strategy = layer.strategy
-    parts = [units.counted(strategy.replicas, "replica")] if strategy.replicas > 1 else []
-    parts += [units.counted(strategy.shards, "shard")] if strategy.shards > 1 else []
-    return " x ".join(parts) or "one device"
-
-
 def _seconds(layer: LayerReport) -> float:
     """Seconds of a step that are a layer's own."""
     return layer.forward_s + layer.backward_s + layer.transfer_s + layer.reduce_s
 
 
-def _same(decision: Decision) -> Baseline | None:
-    """The plan by hand that the plan is, if it is one."""
-    layers = decision.plan.layers
-    return next((one for one in decision.baselines if one.plan is not None and one.plan.layers == layers), None)
-
-
 def _speed(decision: Decision) -> tuple[str, str]:
     """The step; its rate, and the step against one device and the best plan by hand."""
-    step_s, found, same = decision.prediction.step_s, sources(decision.layers), _same(decision)
+    step_s, found = decision.prediction.step_s, sources(decision.layers)
+    same = same_plan(decision.plan, decision.baselines)
     scale = units.step(step_s)
     rate = f"{decision.plan.batch / step_s:,.0f} samples/s" if step_s > 0 and decision.plan.batch else ""
     text, step = (

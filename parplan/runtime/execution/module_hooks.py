@@ -34,7 +34,7 @@ _PRE, _POST = MARKS
 
 def with_whole_hooks(
     graph: LayerGraph, strategies: Mapping[str, Strategy], scheme: Scheme, processes: int, groups: Grid | None = None
-) -> Mapping[str, Strategy]:
+) -> dict[str, Strategy]:
     """Strategies in which hooks that are marked `parplan.whole` see all samples of a process.
 
     Raises:

@@ -70,11 +70,9 @@ class PlainEvaluation:
     def run(self, call: ModelCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain module's result."""
         place = self._place
-        if all(tensor.device == place for tensor in call.tensors):
-            found = self._module(*args, **kwargs)
-        else:
+        if any(tensor.device != place for tensor in call.tensors):  # else containers stay the caller's objects
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), (args, kwargs))
-            found = self._module(*args, **kwargs)
+        found = self._module(*args, **kwargs)
         output = self._transport.physical(self._options.output) if self._transport.processes == 1 else place
         return found if output == place else pytree.tree_map_only(torch.Tensor, lambda t: t.to(output), found)
 

@@ -195,7 +195,7 @@ class Programs:
         held = {name: self._readers[path] for name, path in paths.items() if path in self._readers}
         planned = strategies_for(graph, plan, held)
         groups = self.groups(plan)
-        strategies = dict(with_whole_hooks(graph, planned, plan.scheme, self._transport.processes, groups))
+        strategies = with_whole_hooks(graph, planned, plan.scheme, self._transport.processes, groups)
         for layer in graph.layers.values():
             for name in layer.parameters:
                 self._readers.setdefault(paths[name], strategies[layer.name])
