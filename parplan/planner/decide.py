@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isclose
 
 import torch
 
@@ -32,9 +33,8 @@ from parplan.planner.explain.pin_prices import with_pins
 from parplan.planner.explain.reasons import with_reasons
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
-from parplan.planner.search.context import Case, fits, formulated, plain, shape_of
+from parplan.planner.search.context import Case, fits, formulated, plain, shape_of, simulated_step
 from parplan.planner.search.schemes import (
-    needs_simulation,
     rival_in_passes,
     scheme_prices,
     schemes_of,
@@ -49,7 +49,6 @@ from parplan.planner.search_space.pin_search import Questions, pin_questions
 from parplan.planner.search_space.rules import parts_words
 from parplan.planner.search_space.strategies import offers_uneven
 from parplan.planner.search_space.verifier import check, mismatches, uneven_replicas
-from parplan.planner.simulation.timeline import simulate
 from parplan.planner.solver.problem import Problem, Solution, Status, objective
 from parplan.planner.solver.solve import GAP, solve
 
@@ -167,18 +166,18 @@ def _taken(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tu
     else:
         formulation = search.one_pass()
     choice = formulation.choice(plain(plan))
-    own_s = objective(formulation.problem, choice)
+    own_s = own.step_s(plan, objective(formulation.problem, choice))
     simpler = before if simplest is None else None
     gap = max(0.0, 1 - found.proof.bound / own_s) if own_s > 0 else 0.0
     if simplest is not None and own_s > fastest_s * (1 + GAP):
-        changes = Candidate(own_s, plan, formulation, choice).changes
-        fastest = Candidate(step_s, found.plan, found.formulation, found.choice)
+        changes = Candidate(own_s, own_s, plan, formulation, choice).changes
+        fastest = Candidate(step_s, step_s, found.plan, found.formulation, found.choice)
         known = before or Simpler(fastest_s, fastest.changes, 0)
         words = differences(found.fastest or found.plan, plan, graph)
         simpler = replace(known, kept=changes, by_hand=simplest.name, differs=words)
     proof = replace(
         found.proof, status=(Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value, objective=own_s, gap=gap,
-        simpler=simpler, by_simulation=False,
+        simpler=simpler,
     )  # fmt: skip
     return own, Found(plan, formulation, choice, proof, found.tried, found.without_s)
 
@@ -195,12 +194,12 @@ def _is_legal(one: Baseline, graph: LayerGraph, rules: str) -> bool:
 
 
 def _predicted(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> Prediction:
-    """The step of a plan by the objective; simulated where its layers do not run one after another."""
+    """The step of a plan by the objective, whose parts are of the whole plan; simulated where that differs."""
     formulation, choice = formulated(plan, graph, cluster, costs)
-    step = prediction(formulation, choice, costs, cluster.count)
-    if not needs_simulation(plan, graph):
+    step, timeline = prediction(formulation, choice, costs, cluster.count), simulated_step(plan, graph, cluster, costs)
+    if timeline is None or isclose(timeline.step_s, step.step_s, rel_tol=GAP):
         return step
-    return simulated_prediction(step, simulate(graph, cluster, costs, plan))
+    return simulated_prediction(step, timeline)
 
 
 def _case(
@@ -252,7 +251,7 @@ def _explained(
     plan, request = found.plan, case.request
     step = _predicted(plan, case.graph, case.cluster, case.costs)
     layers = layer_reports(case.graph, found.formulation, found.choice, plan)
-    if needs_simulation(plan, case.graph):
+    if step.simulated:
         layers = simulated_reports(layers, case.graph, case.cluster, case.costs, plan)
     branches = concurrent_branches(case.graph, plan, layers, found)
     layers = with_concurrency(layers, branches)

@@ -173,7 +173,7 @@ def same_plan(plan: Plan, baselines: Sequence[Baseline]) -> Baseline | None:
 class Simpler:
     """The fastest plan that was found, where a simpler one within the tolerance is taken instead.
 
-    `fastest_s` is its T in seconds; `changes` the edges between layers on which it changes layout, `kept` those on
+    `fastest_s` is its step in seconds; `changes` the edges between layers on which it changes layout, `kept` those on
     which the plan taken does. `by_hand` names the plan by hand that is taken, if it is one; `differs` says where layers
     with weights have other strategies in the fastest ("8 shards of wte").
     """
@@ -187,12 +187,11 @@ class Simpler:
 
 @dataclass(frozen=True)
 class Proof:
-    """The proof over all shapes of plans. `objective` (T) and `bound` in seconds; `gap` is relative.
+    """The proof over all shapes of plans. `objective`, the plan's step, and `bound` in seconds; `gap` is relative.
 
     `given`: the plan is a reviewed one, not what the solver found. `covered`: the shapes that the bound is of.
     `equal_parts`: the bound is of plans that keep R1, as bending it gains too little. `simpler`: the fastest plan,
-    where a simpler one is taken. `by_simulation`: another plan has a smaller T and a longer simulated step.
-    `alike`: the equal blocks of layers that all compared plans split alike, in words.
+    where a simpler one is taken. `alike`: the equal blocks of layers that all compared plans split alike, in words.
     """
 
     status: str
@@ -204,7 +203,6 @@ class Proof:
     covered: tuple[str, ...] = ()
     equal_parts: bool = False
     simpler: Simpler | None = None
-    by_simulation: bool = False
     alike: str = ""
 
     @property

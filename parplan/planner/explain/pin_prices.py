@@ -8,7 +8,6 @@ from dataclasses import replace
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.planner.decision import Decision
 from parplan.planner.search.context import Case
-from parplan.planner.search.schemes import needs_simulation
 from parplan.planner.search.select import ShapeSearch
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Answer, Questions, prices
@@ -38,8 +37,7 @@ def with_pins(case: Case, decision: Decision, search: ShapeSearch, asked: Questi
         except PlanError:
             answer = Answer(None, False)
         else:
-            seconds_of = case.step_s if needs_simulation(found.plan, case.graph) else case.objective_s
-            answer = Answer(seconds_of(found.plan), found.proof.status == Status.OPTIMAL.value)
+            answer = Answer(case.step_s(found.plan), found.proof.status == Status.OPTIMAL.value)
         return answer.or_better(chosen) if pinned.kept_by(decision.plan.layers) else answer
 
     pins = prices(asked, chosen, ask)

@@ -16,10 +16,12 @@ from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.branches import foldable, homes_of
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.shape import ONE_PASS, Shape
-from parplan.planner.simulation.timeline import simulate
+from parplan.planner.simulation.timeline import Timeline, simulate
 from parplan.planner.solver.problem import Solution, objective
 
-__all__ = ["SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "plain", "shape_of"]
+__all__ = [
+    "SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "plain", "shape_of", "simulated_step",
+]  # fmt: skip
 
 
 SIMULATED = 64
@@ -70,7 +72,6 @@ class Case:
 
     Args:
         deadline: for everything that is searched.
-        simulated: steps are simulated; otherwise the objective predicts them.
         uneven: replicas may have parts of the batch that differ by one sample.
         fold: repeated blocks that are planned alike.
         steps_s: seconds of steps that were asked for, by scheme and strategies.
@@ -81,7 +82,6 @@ class Case:
     costs: CostModel
     request: PlanRequest
     deadline: Deadline
-    simulated: bool
     progress: Listener | None = None
     uneven: bool = False
     fold: Fold | None = None
@@ -97,8 +97,8 @@ class Case:
     ) -> Case:
         """A case with its whole time limit left."""
         alike, free = fold(graph), request.plan is None and request.rules != "strict"
-        simulated, deadline = cluster.count <= SIMULATED and alike is None, Deadline(request.time_limit_s)
-        return Case(graph, cluster, costs, request, deadline, simulated, progress, fold=alike if free else None)
+        deadline = Deadline(request.time_limit_s)
+        return Case(graph, cluster, costs, request, deadline, progress, fold=alike if free else None)
 
     def phase(self, name: str) -> None:
         """Tell the listener that a phase begins."""
@@ -114,17 +114,34 @@ class Case:
         formulation, choice = formulated(plan, self.graph, self.cluster, self.costs)
         return objective(formulation.problem, choice)
 
-    def step_s(self, plan: Plan) -> float:
-        """Seconds of a plan's step, kept for the next call.
+    def step_s(self, plan: Plan, objective_s: float | None = None) -> float:
+        """Seconds of a plan's step, simulated or else T; kept for the next call.
+
+        Args:
+            objective_s: its T, where that is known.
 
         Raises:
             PlanError: the plan's scheme asks for passes that cannot be.
         """
         key = (plan.scheme, *plan.layers.values())
         if key not in self.steps_s:
-            timeline = simulate(self.graph, self.cluster, self.costs, plan) if self.simulated else None
-            self.steps_s[key] = timeline.step_s if timeline is not None else self.objective_s(plan)
+            timeline = simulated_step(plan, self.graph, self.cluster, self.costs)
+            if timeline is not None:
+                self.steps_s[key] = timeline.step_s
+            else:
+                self.steps_s[key] = self.objective_s(plan) if objective_s is None else objective_s
         return self.steps_s[key]
+
+
+def simulated_step(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> Timeline | None:
+    """The simulated step of a plan; None on many devices, and for repeated blocks alike: T is exact there, and fast.
+
+    Raises:
+        PlanError: the plan's scheme asks for passes that cannot be.
+    """
+    alike = fold(graph)
+    in_series = alike is not None and alike.treated_alike({name: (own,) for name, own in plan.layers.items()})
+    return None if cluster.count > SIMULATED or in_series else simulate(graph, cluster, costs, plan)
 
 
 def plain(plan: Plan) -> dict[str, Strategy]:

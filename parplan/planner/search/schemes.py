@@ -12,17 +12,16 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import Stage, keeps_apart, stages
 from parplan.plan import Plan, Scheme
 from parplan.planner.decision import Baseline, LayerReport, Passes, Prediction, SchemePrice
-from parplan.planner.search.context import SIMULATED, Case
+from parplan.planner.search.context import Case, simulated_step
 from parplan.planner.search_space.pin_constraints import Pinned, named
 from parplan.planner.search_space.pin_search import Questions, candidates
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.priced_program import lowered, priced
-from parplan.planner.simulation.timeline import Kind, Lane, Timeline, simulate
+from parplan.planner.simulation.timeline import Kind, Lane, Timeline
 
 __all__ = [
     "IN_PASSES",
-    "needs_simulation",
     "no_updates",
     "rival_in_passes",
     "scheme_prices",
@@ -177,22 +176,13 @@ def _price(case: Case, plan: Plan, memory_bytes: int) -> SchemePrice:
         passes = stages(graph, plan.layers, plan.scheme).passes
     except PlanError as error:
         return SchemePrice(plan.scheme, 1, None, None, None, None, str(error))
-    exposed_s = simulate(graph, case.cluster, case.costs, plan).exposed_transfer_s if case.simulated else None
+    timeline = simulated_step(plan, graph, case.cluster, case.costs)
+    exposed_s = timeline.exposed_transfer_s if timeline is not None else None
     samples = -(-plan.batch // passes)
     return SchemePrice(plan.scheme, passes, case.step_s(plan), exposed_s, memory_bytes, samples)
 
 
 # ---- the simulated step in place of the sum --------------------------------------------------------------------------
-
-
-def needs_simulation(plan: Plan, graph: LayerGraph) -> bool:
-    """Whether layers run in passes, or some on devices that others do not use at all: then they do not add up."""
-    if plan.devices > SIMULATED:
-        return False
-    if stages(graph, plan.layers, plan.scheme).passes > 1:
-        return True
-    places = {frozenset(strategy.devices) for strategy in plan.layers.values()}
-    return any(one.isdisjoint(other) for one in places for other in places)
 
 
 def simulated_prediction(prediction: Prediction, timeline: Timeline) -> Prediction:

@@ -27,7 +27,7 @@ from parplan.planner.search.context import SIMULATED, fits, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placed
 from parplan.planner.search.fitting import fitting
 from parplan.planner.search.formulations import Formulations, OutOfTime
-from parplan.planner.search.schemes import needs_simulation, no_updates, schemes_of, shapes, updates_lost
+from parplan.planner.search.schemes import no_updates, schemes_of, shapes, updates_lost
 from parplan.planner.search.simpler import Candidate, differences, simplest
 from parplan.planner.search_space.any_block import Within
 from parplan.planner.search_space.formulation import Formulation
@@ -51,8 +51,8 @@ ANYWHERE = 8
 EVERY_PLACEMENT = 2
 """Devices up to which branches are placed on all disjoint blocks; on more, on blocks that make up the first devices."""
 
-CLEARLY = 0.01
-"""A plan of larger T is taken where its simulated step is shorter by more than this, relative."""
+EXACT = 1e-6
+"""Part of a step up to which its T and its simulation count as equal."""
 
 BETTER = 1e-6
 """A plan has to be faster by more than this, relative."""
@@ -157,8 +157,9 @@ class _Run:
         if solution.choice is not None and solution.objective < self.cutoff and not shape.average:
             found = self.candidate(formulation, solution.choice, solution.objective)
             if found is not None:
-                self.earlier += [self.best] if self.best is not None else []
-                self.best = found
+                known = [one for one in (self.best, found) if one is not None]
+                self.best = min(known, key=lambda one: one.step_s)
+                self.earlier += [one for one in known if one is not self.best]
             elif self.unfit is None:  # by costs that know no transfers
                 self.lacks(inf, formulation, solution.choice)
         bound = max(solution.bound, least_s)
@@ -246,7 +247,7 @@ class _Run:
         plan = self.plan_of(formulation, choice)
         if not updates_lost(plan, self.case.graph, self.pinned):
             step_s = objective(formulation.problem, choice)
-            self.unfit = nbytes, Candidate(step_s, plan, formulation, tuple(choice))
+            self.unfit = nbytes, Candidate(step_s, step_s, plan, formulation, tuple(choice))
 
     def with_equal_parts(self, shapes: Iterable[Shape]) -> None:
         """Equal parts of the batch instead of the best so far, unless that gains more than the tolerance."""
@@ -351,8 +352,7 @@ class _Run:
             self.best = self.unfit[1]  # the nearest to fitting, which `decide` refuses with its numbers
         if self.best is None:
             raise self._none()
-        least, fastest = self.best, self.simulated(self.best)
-        best = fastest
+        best = fastest = self.best
         if tolerance > 0 and fastest.changes > 0:
             limit_s = self.case.deadline.part_s(SIMPLER * self.part)
             best = simplest(
@@ -365,44 +365,42 @@ class _Run:
         self.covered = [one for one in self.covered if not self.left_out or one not in (BRANCHES, SOME_BRANCHES)]
         fewer = best.changes < fastest.changes
         best = best if fewer else fastest
-        step_s = min(best.step_s, self.case.objective_s(best.plan))
         simpler = None
         if fewer:
             words = differences(fastest.plan, best.plan, self.case.graph)
             simpler = Simpler(fastest.step_s, fastest.changes, best.changes, differs=words)
-        proof = self.proof(step_s, min(self.bound, fastest.step_s, step_s), simpler, fastest is not least)
+        proof = self.proof(best, min(self.bound, fastest.objective_s), simpler)
         return Found(
             best.plan, best.formulation, best.choice, proof, self.tried, self.without_s, fastest.plan if fewer else None
         )  # fmt: skip
 
-    def proof(self, step_s: float, bound: float, simpler: Simpler | None = None, by_simulation: bool = False) -> Proof:
-        """The proof of a plan of T `step_s`."""
+    def proof(self, best: Candidate, bound_s: float, simpler: Simpler | None = None) -> Proof:
+        """The proof of a plan, of which what T says too much is part of the gap.
+
+        Args:
+            bound_s: T of no plan is less.
+        """
         given, fold = self.case.request.plan is not None, self.case.fold
-        gap = max(0.0, (step_s - bound) / step_s) if step_s > 0 else 0.0
+        excess_s = max(0.0, min(best.objective_s, self.case.objective_s(best.plan)) - best.step_s)
+        bound_s = min(bound_s, best.step_s) - (excess_s if excess_s > EXACT * best.step_s else 0.0)
+        gap = max(0.0, (best.step_s - bound_s) / best.step_s) if best.step_s > 0 else 0.0
         return Proof(
-            (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value, step_s, bound, gap,
+            (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value, best.step_s, bound_s, gap,
             time.perf_counter() - self.begin, given, tuple(self.covered),
-            self.case.uneven and not given and not self.uneven, simpler, by_simulation,
+            self.case.uneven and not given and not self.uneven, simpler,
             fold.describe(self.case.graph) if fold is not None else "",
         )  # fmt: skip
 
-    def simulated(self, best: Candidate) -> Candidate:
-        """The plan of least T, or an earlier one whose simulated step is clearly shorter: T is not exact everywhere."""
-        if not needs_simulation(best.plan, self.case.graph):
-            return best
-        step_s = self.case.step_s
-        others = [one for one in self.earlier if step_s(one.plan) < (1 - CLEARLY) * step_s(best.plan)]
-        return min(others, key=lambda one: step_s(one.plan), default=best)
-
-    def candidate(self, formulation: Formulation, choice: Sequence[int], step_s: float) -> Candidate | None:
-        """A choice as a plan; None where it does not fit with its transfers, or loses updates between passes."""
+    def candidate(self, formulation: Formulation, choice: Sequence[int], objective_s: float) -> Candidate | None:
+        """A choice and its T as a plan; None where it does not fit with its transfers, or loses updates between passes.
+        """
         plan = self.plan_of(formulation, choice)
         case = self.case
         if updates_lost(plan, case.graph, self.pinned):
             return None
         if case.request.plan is None and not fits(case.graph, case.cluster, case.costs, plain(plan)):
             return None
-        return Candidate(step_s, plan, formulation, tuple(choice))
+        return Candidate(case.step_s(plan, objective_s), objective_s, plan, formulation, tuple(choice))
 
     def _given(self, plan: Plan) -> Found:
         case = self.case
@@ -410,8 +408,9 @@ class _Run:
         formulation = self.search.formulation(shape)
         assert formulation is not None  # it has the plan's own strategies
         choice = formulation.choice(plain(plan), stages(case.graph, plain(plan), plan.scheme).of)
-        step_s = objective(formulation.problem, choice)
-        return Found(plan, formulation, choice, self.proof(step_s, min(self.bound, step_s)))
+        own_s = objective(formulation.problem, choice)
+        own = Candidate(case.step_s(plan, own_s), own_s, plan, formulation, choice)
+        return Found(plan, formulation, choice, self.proof(own, min(self.bound, own_s)))
 
     def _none(self) -> Exception:
         """The error that says why there is no plan, or that a search of so many seconds did not find out."""

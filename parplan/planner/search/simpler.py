@@ -19,9 +19,10 @@ __all__ = ["Candidate", "differences", "plan_by_hand", "simplest"]
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan as a choice of its shape's problem, with its T in seconds."""
+    """A plan as a choice of its shape's problem: seconds of its step, and its T."""
 
     step_s: float
+    objective_s: float
     plan: Plan
     formulation: Formulation
     choice: tuple[int, ...]
@@ -87,6 +88,7 @@ def simplest(
         best = one
         while best.changes > 0:
             problem = problem_of(best.formulation)
+            most_objective_s = best.objective_s + most_s - best.step_s
             price = (most_s - best.step_s) / best.changes
             edges = list(problem.edges)
             for e, edge in enumerate(edges):
@@ -98,9 +100,10 @@ def simplest(
                     differ = ~equal(source, target)
                     edges[e] = replace(edge, cost_s=edge.cost_s + price * best.formulation.times(edge.target) * differ)
             choice = solve(replace(problem, edges=tuple(edges)), best.choice).choice
-            step_s = objective(problem, choice) if choice is not None else np.inf
-            other = candidate_of(best.formulation, choice, step_s) if choice is not None and step_s <= most_s else None
-            if other is None or other.changes >= best.changes:
+            own_s = objective(problem, choice) if choice is not None else np.inf
+            good = choice is not None and own_s <= most_objective_s
+            other = candidate_of(best.formulation, choice, own_s) if choice is not None and good else None
+            if other is None or other.step_s > most_s or other.changes >= best.changes:
                 break
             best = other
         found.append(best)

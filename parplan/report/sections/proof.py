@@ -11,8 +11,6 @@ from parplan.report.page import Column, Page, Styled, TableRow
 
 LEAST = 1e-3
 """Part of the step below which batch statistics, and a gap of the search, go without saying."""
-SIMULATED = 1e-3
-"""Part of a step by which its simulation and the objective may differ and count as equal."""
 NAMED = 2
 """Conditions that the verdict names; more are left to the proof."""
 
@@ -66,20 +64,14 @@ def baseline_remark(decision: Decision, one: Baseline) -> Styled:
 
 def print_proof(page: Page, decision: Decision) -> None:
     """Print the solver's claim in plain words, and what it rests on: bound, the fastest plan, effort."""
-    proof, step_s = decision.proof, decision.prediction.step_s
+    proof = decision.proof
     style = "bold green" if proof.status == "OPTIMAL" else "bold yellow"
     page.section("Proof")
     page.paragraph(f": {claim(decision)}.", first=heading(proof), first_style=style)
     scale, rows = units.step(proof.objective), list[tuple[str, str, str]]()
     known = math.isfinite(proof.bound) and math.isfinite(proof.gap)
-    if abs(step_s - proof.objective) > 1e-3 * step_s or proof.by_simulation:
-        rows.append(
-            ("objective", scale.text(proof.objective), "this plan's, which adds up layers; its step is simulated")
-        )
     if known:
         rows.append(("bound", scale.text(proof.bound), "no plan that the proof covers is below it"))
-    if proof.by_simulation:
-        rows.append(("", "", "the plan nearest to it has a longer simulated step than this one"))
     if (simpler := proof.simpler) is not None:
         changes = f"{units.counted(simpler.changes, 'change')} of layout between layers, this plan {simpler.kept}"
         rows.append(("fastest", scale.text(simpler.fastest_s), f"{changes}; `--tolerance 0` takes it"))
@@ -115,15 +107,8 @@ def proven_words(decision: Decision) -> str:
 
 
 def _least(decision: Decision, which: str) -> str:
-    """The bound of a proof with a gap, in words.
-
-    The bound is of the objective: where the step is simulated it says nothing of seconds on a clock.
-    """
-    proof, scale = decision.proof, units.step(decision.prediction.step_s)
-    if abs(decision.prediction.step_s - proof.objective) <= SIMULATED * proof.objective:
-        return f"no plan{which} takes less than {scale.text(proof.bound)}"
-    chosen = "; its simulated step is the shortest of those compared" * proof.by_simulation
-    return f"no plan{which} has a smaller objective by more than that{chosen}"
+    """The bound of a proof with a gap, in words."""
+    return f"no plan{which} takes less than {units.step(decision.prediction.step_s).text(decision.proof.bound)}"
 
 
 def claim(decision: Decision) -> str:
