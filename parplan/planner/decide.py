@@ -35,6 +35,7 @@ from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
 from parplan.planner.search.context import Case, fits, formulated, plain, shape_of, simulated_step
 from parplan.planner.search.schemes import (
+    needs_simulation,
     rival_in_passes,
     scheme_prices,
     schemes_of,
@@ -197,7 +198,8 @@ def _predicted(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel
     """The step of a plan by the objective, whose parts are of the whole plan; simulated where that differs."""
     formulation, choice = formulated(plan, graph, cluster, costs)
     step, timeline = prediction(formulation, choice, costs, cluster.count), simulated_step(plan, graph, cluster, costs)
-    if timeline is None or isclose(timeline.step_s, step.step_s, rel_tol=GAP):
+    add_up = timeline is None or isclose(timeline.step_s, step.step_s, rel_tol=GAP)
+    if timeline is None or (add_up and not needs_simulation(plan, graph)):
         return step
     return simulated_prediction(step, timeline)
 

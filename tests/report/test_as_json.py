@@ -32,7 +32,6 @@ def test_promised_keys(name: str) -> None:
         "seconds",
         "covered",
         "alike",
-        "by_simulation",
         "simpler",
     }
     assert set(found["seconds"]) == {"capture", "costs", "solve", "total", "start"}

@@ -114,16 +114,6 @@ def test_what_was_not_searched_is_not_called_optimal(covered: tuple[str, ...], w
     assert words in " ".join(printed(replace(alexnet(), proof=proof), 100).split())
 
 
-def test_t_is_printed_where_the_simulated_step_is_another() -> None:
-    step_s = alexnet().prediction.step_s
-    for objective_s in (step_s, 0.99 * step_s):
-        proof = Proof("OPTIMAL", objective_s, objective_s, 0.0, 1.0)
-        text = " ".join(printed(replace(alexnet(), proof=proof), 100).split())
-        assert ("objective 18.46 ms this plan's, which adds up layers; its step is simulated" in text) is (
-            objective_s != step_s
-        )
-
-
 @pytest.mark.parametrize(("layers", "words"), [
     ((), None),
     (("fc6",), "Pins have the weights of fc6 updated between passes"),

@@ -392,8 +392,7 @@ class _Run:
         )  # fmt: skip
 
     def candidate(self, formulation: Formulation, choice: Sequence[int], objective_s: float) -> Candidate | None:
-        """A choice and its T as a plan; None where it does not fit with its transfers, or loses updates between passes.
-        """
+        """A choice as a plan; None where it does not fit with its transfers, or loses updates between passes."""
         plan = self.plan_of(formulation, choice)
         case = self.case
         if updates_lost(plan, case.graph, self.pinned):

@@ -30,7 +30,6 @@ from tests.planner.graphs import classifier, perceptron
 from tests.planner.tower_ranks import chosen_towers
 from tests.runtime.ranks import run_case
 
-
 # The fastest plan of all devices: neither one close behind it with fewer changes nor one device alone.
 FASTEST = PlanRequest(tolerance=0.0, started_ranks=True)
 
