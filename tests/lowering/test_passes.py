@@ -91,8 +91,8 @@ def test_most_that_one_device_sends_at_once(scheme: Scheme) -> None:
     per_sample = 128
     first = next(t for t in found.transfers if t.source == "flatten#1")
     sent = [sum(p.elements for p in first.exchange.pieces if p.source == d != p.target) for d in range(4)]
-    # Each has two samples. broadcast: half of the one's goes to another; interleave: one sample to each of the others.
-    expected = [0, per_sample, 0, 0] if scheme is Scheme.BROADCAST else [3 * per_sample] * 4
+    # Each has two samples. broadcast: the one's are dealt out to two others; interleave: one sample to each other one.
+    expected = [0, 2 * per_sample, 0, 0] if scheme is Scheme.BROADCAST else [3 * per_sample] * 4
     assert sent == expected
 
 
