@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import signal
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from zlib import crc32
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 
-SEED = 20140423
+from tests.every_case import seed_all
 
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
 settings.load_profile("house")
@@ -53,9 +51,7 @@ def own_cache(caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     """Every test starts from the same random state, whatever ran before it."""
-    random.seed(SEED)
-    np.random.seed(SEED)
-    torch.manual_seed(SEED)
+    seed_all()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks

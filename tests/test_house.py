@@ -16,6 +16,7 @@ import networkx as nx
 import pytest
 
 import parplan
+from tests.every_case import every_case
 from tests.source_code import functions, imports, modules
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +68,7 @@ def test_public_names() -> None:
     assert tuple(sorted(parplan.__all__)) == PUBLIC
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@every_case("name", PUBLIC)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(parplan, name) is not None
 
@@ -77,14 +78,14 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         getattr(parplan, "no_such" + "_name")
 
 
-@pytest.mark.parametrize(("module", "unloaded"), LIGHT_IMPORTS)
+@every_case(("module", "unloaded"), LIGHT_IMPORTS)
 def test_importing_loads_nothing_heavy(module: str, unloaded: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print(*sorted({set(unloaded)!r} & sys.modules.keys()))"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert loaded.split() == []
 
 
-@pytest.mark.parametrize("name", LINKS)
+@every_case("name", LINKS)
 def test_root_links_lead_to_the_packages(name: str) -> None:
     link = ROOT / name
     assert link.is_symlink()
@@ -121,14 +122,14 @@ def test_functions_are_paragraphs() -> None:
     assert sum(one.uses <= 1 for one in private) / len(private) <= MAX_CALLED_ONCE
 
 
-@pytest.mark.parametrize("command", README_COMMANDS)
-@pytest.mark.parametrize("file", ["README.md", ".ci/run"])
+@every_case("command", README_COMMANDS)
+@every_case("file", ["README.md", ".ci/run"])
 def test_ci_runs_what_the_readme_says(command: str, file: str) -> None:
     lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
     assert any(command in line for line in lines)
 
 
-@pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY_HOST], ids=["machine path", "registry host"])
+@every_case("pattern", [MACHINE_PATH, REGISTRY_HOST], ids=["machine path", "registry host"])
 def test_no_file_names_a_machine(pattern: re.Pattern[str]) -> None:
     files = project_files()
     assert Path(__file__).resolve() in files

@@ -63,8 +63,17 @@ def test_what_makes_no_sense_is_refused(make: object, message: str) -> None:
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
-def test_even_splits_are_those_of_numpy(size: int, parts: int) -> None:
-    assert split_evenly(size, parts) == tuple(len(part) for part in np.array_split(np.arange(size), parts))
+def test_even_splits_have_the_sizes_of_numpy(size: int, parts: int) -> None:
+    found = split_evenly(size, parts)
+    assert sorted(found) == sorted(len(part) for part in np.array_split(np.arange(size), parts))
+    assert found[0] == max(found)
+
+
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 6))
+def test_parts_of_an_even_split_put_together_are_an_even_split(size: int, groups: int, each: int) -> None:
+    parts = split_evenly(size, groups * each)
+    together = tuple(sum(parts[begin : begin + each]) for begin in range(0, len(parts), each))
+    assert together == split_evenly(size, groups)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 
 from torch import fx
 
@@ -26,29 +28,32 @@ _WORDS: tuple[tuple[str, str], ...] = (
     ("experts", "expert_products"),
     ("attention", "scaled_dot_product_attention"),
     ("resize", "upsample"),
-    ("conv", "conv1d conv2d conv3d conv_transpose convolution"),
-    ("linear", "linear addmm"),
-    ("recurrent", "lstm gru rnn_"),
+    ("conv", "conv convolution"),
+    ("linear", "linear bilinear trilinear addmm"),
+    ("recurrent", "lstm gru rnn_tanh rnn_relu"),
     ("embedding", "embedding"),
     ("batch_norm", "batch_norm"),
     ("norm", "layer_norm group_norm rms_norm instance_norm"),
     ("attention", "baddbmm bmm matmul"),
     ("linear", "mm"),
-    ("pool", "pool"),
+    ("pool", "pool unpool"),
     ("softmax", "softmax"),
     ("dropout", "dropout"),
-    ("concat", "cat stack"),
-    ("activation", "relu gelu silu sigmoid tanh elu hardswish hardtanh mish softplus leaky clamp threshold"),
+    ("concat", "cat stack hstack vstack dstack"),
+    ("activation", """relu prelu rrelu gelu silu sigmoid hardsigmoid tanh hardtanh elu hardswish mish softplus leaky
+     clamp threshold"""),
     ("add", "add sub"),
     ("multiply", "mul div"),
-    ("reduce", "batch_mean batch_sum row_losses sum mean amax amin var std"),
-    ("reshape", """view reshape permute transpose flatten unsqueeze squeeze expand slice select split chunk t contiguous
-     clone pad constant_pad"""),
+    ("reduce", "batch_mean batch_sum row_losses sum mean nanmean amax amin var std"),
+    ("reshape", """view reshape permute transpose flatten unflatten unsqueeze squeeze expand slice select split hsplit
+     vsplit dsplit chunk t contiguous clone pad constant_pad"""),
+    ("other", ""),
 )
 # fmt: on
-# Kinds that decide what is legal are told by the whole name, the others by a part of it.
+# Kinds that decide what is legal are told by the whole name, and so are short words: `index_add` is no addition. Other
+# words may be some of a name's: `native_layer_norm`, `max_pool2d_with_indices`.
 _EXACT = ("function", "hooks", "loss")
-_KINDS = tuple((kind, tuple(words.split())) for kind, words in _WORDS)
+_LEAST_LETTERS = 4
 
 
 def op_name(node: fx.Node) -> str:
@@ -76,9 +81,16 @@ def is_split_off(nodes: Sequence[fx.Node]) -> bool:
 
 def kind_of(nodes: Sequence[fx.Node]) -> str:
     """The kind of a layer made of `nodes`."""
-    names = [op_name(node) for node in nodes]
-    for kind, words in _KINDS:
-        for name in names:
-            if name in words or (kind not in _EXACT and any(len(word) > 3 and word in name for word in words)):
-                return kind
-    return "other"
+    return _WORDS[min((_rank(op_name(node)) for node in nodes), default=-1)][0]
+
+
+@cache
+def _rank(op: str) -> int:
+    """The first entry of the table that an op's name belongs to."""
+    own = f"_{re.sub('[0-9]+d?(?=_|$)', '', op)}_"  # "_max_pool_with_indices_"
+
+    def named(kind: str, word: str) -> bool:
+        return op == word or (kind not in _EXACT and len(word) >= _LEAST_LETTERS and f"_{word}_" in own)
+
+    found = (rank for rank, (kind, words) in enumerate(_WORDS) if any(named(kind, word) for word in words.split()))
+    return next(found, len(_WORDS) - 1)

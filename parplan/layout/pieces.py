@@ -47,21 +47,21 @@ class Piece:
 
 
 def split_evenly(size: int, parts: int) -> tuple[int, ...]:
-    """Sizes of `parts` nearly equal chunks, the larger ones first (as torch.tensor_split).
+    """Sizes of `parts` nearly equal chunks; every run of `k` neighbours of `k * n` is a chunk of `n`.
 
-    >>> split_evenly(10, 4)
-    (3, 3, 2, 2)
+    So replicas have the same samples whether one process splits the batch or each of more processes brings its share.
+
+    >>> split_evenly(10, 4), split_evenly(10, 2)
+    ((3, 2, 3, 2), (5, 5))
     """
-    base, extra = divmod(size, parts)
-    return tuple(base + (index < extra) for index in range(parts))
+    return tuple(np.diff(_starts(size, parts)).tolist())
 
 
 def _starts(size: int, parts: int, sizes: Sequence[int] | None = None) -> IntArray:
     """First index of every part of a dimension, then its end; shape (parts + 1,)."""
     if sizes is not None:
         return np.cumsum([0, *sizes])
-    index = np.arange(parts + 1)
-    return index * (size // parts) + np.minimum(index, size % parts)
+    return (np.arange(parts + 1) * size + parts - 1) // parts
 
 
 @dataclass(frozen=True, eq=False)

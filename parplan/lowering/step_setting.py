@@ -49,9 +49,8 @@ class StepSetting:
 
     @classmethod
     def per_process(cls, devices: int, batch: int, scheme: Scheme = Scheme.GATHER) -> StepSetting:
-        """One process per device, with the samples spread evenly over them, also over every group of neighbours."""
-        samples = tuple((number + 1) * batch // devices - number * batch // devices for number in range(devices))
-        return cls(devices, samples, tuple(range(devices)), scheme=scheme)
+        """One process per device, with the samples spread evenly over them."""
+        return cls(devices, split_evenly(batch, devices), tuple(range(devices)), scheme=scheme)
 
     @classmethod
     def on(cls, cluster: Cluster, batch: int, scheme: Scheme = Scheme.GATHER) -> StepSetting:

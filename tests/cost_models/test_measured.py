@@ -37,6 +37,7 @@ from parplan.plan import Strategy
 from tests.cost_models.made_up import all_parts, drawn, made_up_costs, made_up_profile
 from tests.cost_models.networks import network
 from tests.cost_models.profiles import link
+from tests.every_case import every_case
 from tests.planner.graphs import classifier, perceptron
 
 ONE, TWO = Strategy(), Strategy(2, 1, None, (0, 1))
@@ -69,8 +70,8 @@ def test_what_was_measured_costs_exactly_that() -> None:
 
 
 # Expected largest of n draws from a normal distribution, in standard deviations (tables of order statistics).
-@pytest.mark.parametrize(("devices", "largest"), [(1, 0.0), (2, 0.564), (4, 1.029), (8, 1.424)])
-@pytest.mark.parametrize(("spread", "counts"), [(0.0, 0.0), (0.1, 0.1), (0.2, 0.2), (1.0, 0.2)])
+@every_case(("devices", "largest"), [(1, 0.0), (2, 0.564), (4, 1.029), (8, 1.424)])
+@every_case(("spread", "counts"), [(0.0, 0.0), (0.1, 0.1), (0.2, 0.2), (1.0, 0.2)])
 def test_all_wait_for_the_slowest(devices: int, largest: float, spread: float, counts: float) -> None:
     graph, cluster = perceptron(), cpus(8)
     requests = all_parts(graph, cluster)

@@ -20,6 +20,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.plan import Strategy
 from tests.cost_models.made_up import all_parts, made_up_costs, made_up_profile
+from tests.every_case import every_case
 from tests.planner.graphs import perceptron
 
 PASSES = 3
@@ -36,8 +37,8 @@ def scaled(graph: LayerGraph, cluster: Cluster) -> CostModel:
     return ScaledCosts(RooflineCosts(graph, cluster), 1.5)
 
 
-@pytest.mark.parametrize("model", [RooflineCosts, scaled, measured], ids=["roofline", "scaled", "measured"])
-@pytest.mark.parametrize("strategy", [Strategy(), Strategy(2, devices=(0, 1)), Strategy(1, 2, "out-features", (0, 1))])
+@every_case("model", [RooflineCosts, scaled, measured], ids=["roofline", "scaled", "measured"])
+@every_case("strategy", [Strategy(), Strategy(2, devices=(0, 1)), Strategy(1, 2, "out-features", (0, 1))])
 def test_a_pass_costs_what_its_samples_do(
     model: Callable[[LayerGraph, Cluster], CostModel], strategy: Strategy
 ) -> None:

@@ -22,6 +22,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.lowering.holdings import BUCKET_BYTES
 from parplan.plan import Strategy
 from tests.cost_models.networks import NETWORKS, full_alexnet, network
+from tests.every_case import every_case
 
 ONE = Strategy()
 
@@ -87,8 +88,8 @@ def test_alexnet_on_a_k20_takes_about_the_published_time() -> None:
     assert {cost.source for cost in layers} == {Source.ESTIMATED}
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("devices", [2, 3, 4])
+@every_case("name", NETWORKS)
+@every_case("devices", [2, 3, 4])
 def test_more_devices_never_mean_more_work_for_each(name: str, devices: int) -> None:
     graph = network(name).graph
     costs: CostModel = RooflineCosts(graph, cluster_preset("v100", devices))
@@ -131,7 +132,7 @@ def test_a_kernel_by_hand() -> None:
         assert kernel_seconds(kernel, device, 1e12, shares) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", device_names())
+@every_case("name", device_names())
 def test_every_device_has_sensible_efficiencies(name: str) -> None:
     device = device_preset(name)
     for precision in device.flops_per_s:

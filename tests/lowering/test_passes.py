@@ -16,6 +16,7 @@ from parplan.lowering.program import Program, Staged
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme, Strategy
 from parplan.runtime.module.compiled import Compiled
+from tests.every_case import every_case
 from tests.runtime.helpers import planner
 from tests.runtime.module.test_train_step import hybrid
 from tests.runtime.nets import mlp
@@ -89,10 +90,11 @@ def test_most_that_one_device_sends_at_once(scheme: Scheme) -> None:
     """By broadcast the only sender of a pass sends its samples once, not three times."""
     found = program(4, scheme)
     per_sample = 128
-    first = next(t for t in found.transfers if t.source == "flatten#1")
+    source = "flatten#1" if scheme is Scheme.BROADCAST else "flatten#2"  # passes 0 and 2 have samples of each replica
+    first = next(t for t in found.transfers if t.source == source)
     sent = [sum(p.elements for p in first.exchange.pieces if p.source == d != p.target) for d in range(4)]
-    # Each has two samples. broadcast: half of the one's goes to another; interleave: one sample to each of the others.
-    expected = [0, per_sample, 0, 0] if scheme is Scheme.BROADCAST else [3 * per_sample] * 4
+    # Each has two samples. broadcast: the one's are dealt out to two others; interleave: one sample to each other one.
+    expected = [0, 2 * per_sample, 0, 0] if scheme is Scheme.BROADCAST else [3 * per_sample] * 4
     assert sent == expected
 
 
@@ -143,7 +145,7 @@ def test_gather_has_no_passes() -> None:
     assert "#" not in found.text()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@every_case("seed", range(20))
 def test_put_reverses_take(seed: int) -> None:
     draw = random.Random(seed)
     size, per_sample = draw.randrange(1, 12), draw.choice((1, 3))

@@ -15,6 +15,7 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import Stage, Stages, shares, stages
 from parplan.plan import Scheme, Strategy
+from tests.every_case import every_case
 
 PASSES = (Scheme.BROADCAST, Scheme.INTERLEAVE)
 
@@ -77,7 +78,7 @@ def test_what_cannot_run_in_passes_is_refused(name: str) -> None:
     assert stages(graph, strategies(graph, replicas, otherwise), Scheme.GATHER).passes == 1
 
 
-@pytest.mark.parametrize("seed", range(20))
+@every_case("seed", range(20))
 def test_every_sample_is_in_one_pass(seed: int) -> None:
     draw = random.Random(seed)
     fewest, passes = draw.choice((1, 2, 3)), draw.choice((2, 3, 4))

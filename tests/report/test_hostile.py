@@ -24,6 +24,7 @@ from parplan.report.as_json import to_dict, to_json
 from parplan.report.explanation import layer_named, render_explanation
 from parplan.report.plan_diff import plan_diff, render_diff
 from parplan.report.terminal import Detail, render
+from tests.every_case import every_case
 from tests.report.decisions import DATA, HYBRID, alexnet
 from tests.report.pictures.drawn import HOSTILE
 
@@ -77,7 +78,7 @@ def check_all(name: str) -> None:
         harmless(printed(partial(render_diff, found, (name, name), {name: (1.0, 2.0)})), name)
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+@every_case("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_names_are_text_on_the_terminal(name: str) -> None:
     check_all(name)
 

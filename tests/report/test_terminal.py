@@ -12,6 +12,7 @@ from rich.console import Console
 from parplan.plan import Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, Proof
 from parplan.report.terminal import Detail, render
+from tests.every_case import every_case
 from tests.report.decisions import DECISIONS, alexnet, crowded, on_two_kinds, resnet, schemes
 from tests.report.golden import CASES, golden, printed
 
@@ -23,9 +24,9 @@ def test_report_is_the_golden_one(name: str, width: int) -> None:
     assert printed(DECISIONS[name](), width) == golden(name, width).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("detail", list(Detail))
-@pytest.mark.parametrize("width", [50, 60, 80, 100, 200])
-@pytest.mark.parametrize("name", sorted(DECISIONS))
+@every_case("detail", list(Detail))
+@every_case("width", [50, 60, 80, 100, 200])
+@every_case("name", sorted(DECISIONS))
 def test_no_line_is_wider_than_the_page_and_none_ends_in_blanks(name: str, width: int, detail: Detail) -> None:
     decision = DECISIONS[name]()
     lines = printed(decision, width, detail=detail).splitlines()

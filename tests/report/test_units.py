@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from parplan.report import units
+from tests.every_case import every_case
 
 INF = math.inf
 
@@ -49,7 +50,7 @@ def test_a_column_of_sizes_has_one_unit(values: list[int], figures: list[str], u
     assert scale.unit == unit
 
 
-@pytest.mark.parametrize(
+@every_case(
     ("scale", "value", "text"),
     [
         (units.time, 0.0812, "81.2 ms"),
@@ -90,7 +91,7 @@ def test_a_figure_that_is_not_zero_never_reads_zero() -> None:
     assert [text for text in read if text == "-" or set(text) <= set("0.")] == []
 
 
-@pytest.mark.parametrize(
+@every_case(
     ("share", "text"),
     [
         (0.0, "0.0 %"),

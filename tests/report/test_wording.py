@@ -9,6 +9,7 @@ import pytest
 
 from parplan.planner.decision import Decision
 from parplan.report.terminal import Detail
+from tests.every_case import every_case
 from tests.report.decisions import DECISIONS, on_two_kinds
 from tests.report.golden import printed
 
@@ -36,8 +37,8 @@ def _small(decision: Decision) -> Decision:
     return replace(decision, plan=plan, layers=(layer,), parameters=1, passes=None)
 
 
-@pytest.mark.parametrize("detail", Detail)
-@pytest.mark.parametrize("name", DECISIONS)
+@every_case("detail", Detail)
+@every_case("name", DECISIONS)
 def test_reports_count_and_use_articles_right(name: str, detail: Detail) -> None:
     decision = DECISIONS[name]()
     some = [decision, _small(decision)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from parplan.compat import FakeTensor, memory_of, schema_of
 from parplan.graph.axes.row_syntax import OpAxis, read_row
 
 __all__ = [
-    "Call", "Row", "call_like", "call_value", "is_inplace", "is_tensor", "memory_of_node", "range_of", "shape_of",
-    "text_row",
+    "Call", "Row", "call_like", "call_value", "is_inplace", "is_tensor", "memory_of_node", "nodes_in", "range_of",
+    "shape_of", "text_row", "written_memories",
 ]  # fmt: skip
 
 
@@ -98,6 +98,16 @@ def memory_of_node(node: Any) -> int:
 def is_inplace(node: fx.Node) -> bool:
     """Whether an op writes one of its operands."""
     return node.op == "call_function" and bool(getattr(schema_of(node.target), "is_mutable", False))
+
+
+def nodes_in(nodes: Iterable[fx.Node], memory: int) -> list[fx.Node]:
+    """Those of `nodes` whose tensors lie in `memory`."""
+    return [node for node in nodes if is_tensor(node) and memory_of_node(node) == memory]
+
+
+def written_memories(nodes: Iterable[fx.Node]) -> set[int]:
+    """The memories of tensors that ops among `nodes` change in place."""
+    return {memory_of_node(node) for node in nodes if is_tensor(node) and is_inplace(node)}
 
 
 def call_value(node: fx.Node) -> Any:

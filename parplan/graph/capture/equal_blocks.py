@@ -30,7 +30,7 @@ from parplan.compat import HOOK_FIELDS, expression_of, intercepted_modules, memo
 from parplan.graph.attributes.held_values import PLAIN
 from parplan.graph.attributes.recording import Recorder
 from parplan.graph.attributes.stored_results import Stored
-from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
+from parplan.graph.axes.call import is_tensor, memory_of_node, written_memories
 from parplan.graph.capture.block_copies import (
     MARK,
     RESULTS,
@@ -248,8 +248,7 @@ class EqualBlocks:
         near = [node for mark in stand_ins for node in (*listed(mark), *mark.users)]
         for span in (spans[block] for block in sources):
             near += [*listed(span.begin), *span.nodes]
-        written = {memory_of_node(node) for node in graph.nodes if is_inplace(node) and is_tensor(node)}
-        if written & {memory_of_node(node) for node in near if is_tensor(node)}:
+        if written_memories(graph.nodes) & {memory_of_node(node) for node in near if is_tensor(node)}:
             raise UnequalBlocks
         for mark, (source, block) in copies.items():
             if words[source] is None:

@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from parplan.graph.axes.call import Call, is_inplace, is_tensor, memory_of_node, range_of, shape_of
+from parplan.graph.axes.call import (
+    Call,
+    is_inplace,
+    is_tensor,
+    memory_of_node,
+    nodes_in,
+    range_of,
+    shape_of,
+    written_memories,
+)
 from parplan.graph.axes.experts import EXPERT_PRODUCTS
 from parplan.graph.axes.row_syntax import Cut
 from parplan.graph.axes.table import axes_of
@@ -105,7 +114,7 @@ class _Region:
         """Whether nobody reads a view of what an op changes in place."""
         if not is_inplace(node):
             return True
-        held = [n for n in self.graph.nodes if is_tensor(n) and memory_of_node(n) == memory_of_node(node)]
+        held = nodes_in(self.graph.nodes, memory_of_node(node))
         return all(user <= node for n in held if n < node and n is not node.args[0] for user in n.users)
 
     def _orders(self, node: fx.Node) -> bool:
@@ -161,10 +170,8 @@ class _Region:
             self._make(node, aten.index.Tensor, (source, [self.experts]))
         elif index in self.tokens or index in self.order:
             times = self.tokens.get(index, 1)
-            later = (n for n in self.graph.nodes if n > node and is_inplace(n))
-            if shape_of(source)[0] * times != shape_of(node)[0] or any(
-                memory_of_node(n) == memory_of_node(source) for n in later
-            ):
+            written = written_memories(n for n in self.graph.nodes if n > node)
+            if shape_of(source)[0] * times != shape_of(node)[0] or memory_of_node(source) in written:
                 return False
             if times == 1:
                 self.twins[node] = source

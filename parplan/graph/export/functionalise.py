@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from parplan.compat import is_composite, overload_name, schema_of
-from parplan.graph.axes.call import call_like, call_value, is_inplace, is_tensor, memory_of_node
+from parplan.graph.axes.call import call_like, call_value, is_inplace, is_tensor, memory_of_node, nodes_in
 from parplan.graph.axes.table import row_of
 from parplan.graph.export.late_writes import DETACHED, NO_GRAD, written_late
 
@@ -195,7 +195,7 @@ def _reveal_aliases(graph: fx.Graph) -> None:
         if not idle or not any(map(is_inplace, node.users)):
             continue
         source: Any = node.args[0]
-        alike = _alike(graph, memory_of_node(source))
+        alike = nodes_in(graph.nodes, memory_of_node(source))
         if (
             [other for other in alike if other < node] != [source]
             or len(source.users) > 1
@@ -206,10 +206,6 @@ def _reveal_aliases(graph: fx.Graph) -> None:
         elif node in alike:  # from torch 2.15 on: in memory of its own it is a layer, as in training
             node.meta["val"] = aten.clone.default(source.meta["val"])
             _follow(other for other in alike if other > node)
-
-
-def _alike(graph: fx.Graph, memory: int) -> list[fx.Node]:
-    return [other for other in graph.nodes if is_tensor(other) and memory_of_node(other) == memory]
 
 
 def _follow(nodes: Iterable[fx.Node]) -> None:
@@ -232,8 +228,7 @@ def _write_sections(exported: ExportedProgram) -> None:
             views.append(taken.args[0])
         if not views or node.users or not is_inplace(node) or (plain := out_of_place(node.target)) is None:
             continue
-        whole, memory = views[-1].args[0], memory_of_node(node)
-        alike = _alike(graph, memory)
+        whole, alike = views[-1].args[0], nodes_in(graph.nodes, memory_of_node(node))
         earlier = [other for other in alike if other < node and other is not whole]
         if alike[0] is not whole or whole.op == "placeholder" or any(u > node for one in earlier for u in one.users):
             continue

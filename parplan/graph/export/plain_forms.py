@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from parplan.compat import FakeTensor
 from parplan.errors import CaptureError
-from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node, shape_of
+from parplan.graph.axes.call import is_inplace, memory_of_node, shape_of, written_memories
 from parplan.graph.kinds import op_name
 from parplan.graph.user_line import code_line
 
@@ -37,7 +37,7 @@ def plain_forms(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
         if is_inplace(node) and isinstance(node.args[0], (list, tuple)):
             line = code_line(node, installed=True)
             raise CaptureError(f"{op_name(node)} writes several tensors at once; write each by itself\n  at {line}")
-    written = {memory_of_node(node.args[0]) for node in graph.nodes if is_inplace(node) and is_tensor(node.args[0])}
+    written = written_memories(graph.nodes)
     for node in list(graph.nodes):
         if node.target is aten.cat.default:
             tensors = node.args[0]

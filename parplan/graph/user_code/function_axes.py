@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from parplan.graph.axes.call import is_inplace, memory_of_node
+from parplan.graph.axes.call import memory_of_node, written_memories
 from parplan.graph.axes.joint_axis import JointAxis, cut_together
 from parplan.graph.axes.linear_ops import dependence
 from parplan.graph.axes.row_syntax import Cut
-from parplan.graph.axes.table import is_tensor, unknown_ops
+from parplan.graph.axes.table import unknown_ops
 from parplan.graph.batch_changes import batch_changes
 from parplan.graph.export.functionalise import without_changes
 from parplan.graph.layer_axes import joint_axes
@@ -148,8 +148,7 @@ class _Reader:
         placeholders = list(graph.find_nodes(op="placeholder"))
         self._inputs, self._pulls = placeholders[: roles.arguments], placeholders[roles.arguments :]
         # Whether an op writes to a gradient that was given.
-        given = set(map(memory_of_node, self._pulls))
-        self.writes = any(is_tensor(node) and memory_of_node(node) in given for node in graph.nodes if is_inplace(node))
+        self.writes = not written_memories(graph.nodes).isdisjoint(map(memory_of_node, self._pulls))
         _masked_writes(graph)
         self._rewritten = without_changes(graph)
         self._nodes = [node for node in graph.nodes if node.op == "call_function"]

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from parplan.compat import memory_of
 from parplan.errors import CaptureError
-from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
+from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node, nodes_in, written_memories
 from parplan.graph.export.functionalise import rename_output
 from parplan.graph.kinds import kind_of
 from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, HookSite
@@ -104,9 +104,8 @@ def _place(graph: fx.Graph, source: fx.Node, hooks: Sequence[fx.Node], site: Hoo
                 behind.append(node)
         # Readers of some memory cannot move past others that change it.
         moved = set(behind)
-        changed = {memory_of_node(node) for node in between if is_tensor(node) and is_inplace(node)}
-        for memory in changed:
-            touching = {node for node in graph.nodes if is_tensor(node) and memory_of_node(node) == memory}
+        for memory in written_memories(between):
+            touching = set(nodes_in(graph.nodes, memory))
             using = {node for node in between if not touching.isdisjoint((node, *node.all_input_nodes))}
             if using & moved and using - moved:
                 raise CaptureError(

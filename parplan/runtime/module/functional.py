@@ -17,7 +17,6 @@ from torch import Tensor
 
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
-from parplan.layout import split_evenly
 from parplan.runtime.execution.dispatch import CallersModes
 from parplan.runtime.transport.streams import sent
 
@@ -44,7 +43,7 @@ def scatter(values: Any, devices: Devices, dim: int = 0) -> list[Any]:
         elif not -leaf.dim() <= dim < leaf.dim():
             columns.append([leaf.to(place) for place in places])
         else:
-            chunks = leaf.split(list(split_evenly(leaf.shape[dim], len(places))), dim)
+            chunks = leaf.tensor_split(len(places), dim)
             columns.append([sent(chunk, place) for chunk, place in zip(chunks, places, strict=True)])
     return (
         [pytree.tree_unflatten(row, spec) for row in zip(*columns, strict=True)] if columns else [values] * len(places)

@@ -22,6 +22,7 @@ from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.devices.presets import device_preset
 from parplan.graph.layer_graph import TensorSpec
 from parplan.layout import Grid, Layout, Piece
+from tests.every_case import every_case
 from tests.slow_layout import in_sections, random_layout, slow_elements, slow_pieces
 
 SIZES = (None, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -76,7 +77,7 @@ def test_flows_between_sections_are_the_elements_added_up(start: int) -> None:
                 assert messages.tolist() == [len(own) for own in pairs], seed
 
 
-@pytest.mark.parametrize("start", range(0, 400, 50))
+@every_case("start", range(0, 400, 50))
 def test_flows_are_the_pieces_added_up(start: int) -> None:
     for seed in range(start, start + 50):
         moved = traffic(*random_pair(seed))

@@ -20,6 +20,7 @@ from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.devices.presets import cluster_preset, device_preset
 from parplan.graph.layer_graph import TensorSpec
 from parplan.layout import Grid, Layout, pieces
+from tests.every_case import every_case
 
 SHAPE = (24, 12, 60)  # every count below divides every dimension
 
@@ -83,7 +84,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "source", "target"), KINDS)
+@every_case(("kind", "source", "target"), KINDS)
 def test_the_word_for_a_transfer(kind: str, source: Layout, target: Layout) -> None:
     assert Transfers(switch(4)).transfer(TensorSpec(SHAPE, torch.float32), source, target).kind == kind
 

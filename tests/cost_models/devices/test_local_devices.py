@@ -10,6 +10,7 @@ import torch
 from parplan.cost_models.devices.local_devices import device_memory_bytes, host_device, preset_of, this_cluster
 from parplan.cost_models.devices.presets import device_names, device_preset
 from parplan.errors import ClusterError
+from tests.every_case import every_case
 
 NAMES = [
     ("Tesla K20c", "k20"),
@@ -32,7 +33,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), NAMES)
+@every_case(("name", "kind"), NAMES)
 def test_drivers_names_lead_to_presets(name: str, kind: str | None) -> None:
     assert preset_of(name) == kind
     assert kind is None or kind in device_names()

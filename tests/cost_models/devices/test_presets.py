@@ -13,6 +13,7 @@ from parplan.cost_models.devices.hardware_table import ALIASES, CPU, CPU_LINK, G
 from parplan.cost_models.devices.presets import cluster_preset, device_names, device_preset, link_preset
 from parplan.errors import ClusterError
 from parplan.layout import Grid, Layout
+from tests.every_case import every_case
 
 # What the table's unverified figures are: these and only these may be called estimated.
 ESTIMATED_GPUS = {"k80", "v100-pcie"}
@@ -27,7 +28,7 @@ NUMBERS = [(f"{row.kind}-{n.name}", n) for row in (*GPUS, CPU) for n in row.numb
 ]
 
 
-@pytest.mark.parametrize("number", [number for _, number in NUMBERS], ids=[name for name, _ in NUMBERS])
+@every_case("number", [number for _, number in NUMBERS], ids=[name for name, _ in NUMBERS])
 def test_every_number_says_where_it_comes_from(number: Number) -> None:
     text = number.origin.text
     assert len(text) > 10
@@ -36,7 +37,7 @@ def test_every_number_says_where_it_comes_from(number: Number) -> None:
     assert number.unit
 
 
-@pytest.mark.parametrize("row", [*GPUS, CPU], ids=lambda row: row.kind)
+@every_case("row", [*GPUS, CPU], ids=lambda row: row.kind)
 def test_no_number_of_a_device_is_left_out(row: GpuRow) -> None:
     found = {number.name: number.value for number in row.numbers()}
     rest = {"memory": row.memory_gib, "bandwidth": row.gb_per_s, "launch": row.launch_us, "adapters": row.nics}
@@ -44,7 +45,7 @@ def test_no_number_of_a_device_is_left_out(row: GpuRow) -> None:
     assert set(row.others) <= set(found)
 
 
-@pytest.mark.parametrize("row", [*LINKS, CPU_LINK], ids=lambda row: row.name)
+@every_case("row", [*LINKS, CPU_LINK], ids=lambda row: row.name)
 def test_no_number_of_a_link_is_left_out(row: LinkRow) -> None:
     found = {number.name: number.value for number in row.numbers()}
     shares = {"contention": row.contention, "pair": row.pair, "overlap": row.overlap}
@@ -55,7 +56,7 @@ def test_no_number_of_a_link_is_left_out(row: LinkRow) -> None:
     assert (row.contention == 1 and row.across_gb_per_s == 0) is (row.island == 0)
 
 
-@pytest.mark.parametrize("name", device_names())
+@every_case("name", device_names())
 def test_every_preset_is_a_whole_device_with_a_source(name: str) -> None:
     device = device_preset(name)
     assert device.kind == name
@@ -67,7 +68,7 @@ def test_every_preset_is_a_whole_device_with_a_source(name: str) -> None:
     assert 1e-7 < device.launch_s < 1e-4
 
 
-@pytest.mark.parametrize("row", GPUS, ids=lambda row: row.kind)
+@every_case("row", GPUS, ids=lambda row: row.kind)
 def test_every_gpu_row(row: GpuRow) -> None:
     assert row.estimated is (row.kind in ESTIMATED_GPUS)
     assert device_preset(row.kind).estimated is row.estimated
@@ -75,7 +76,7 @@ def test_every_gpu_row(row: GpuRow) -> None:
     assert 1 <= row.nics <= 8
 
 
-@pytest.mark.parametrize("row", LINKS, ids=lambda row: row.name)
+@every_case("row", LINKS, ids=lambda row: row.name)
 def test_every_link_row(row: LinkRow) -> None:
     assert row.estimated is (row.name in ESTIMATED_LINKS)
     assert 0 < row.gb_per_s < 1000
@@ -120,7 +121,7 @@ def levels(cluster: Cluster) -> list[tuple[str, int, float]]:
     return [(link.name, link.size, link.contention) for link in cluster.links]
 
 
-@pytest.mark.parametrize(
+@every_case(
     ("name", "count", "link", "expected"),
     [
         ("v100", 1, None, []),
@@ -147,7 +148,7 @@ def test_the_levels_of_a_cluster(
     assert levels(cluster_preset(name, count, link)) == expected
 
 
-@pytest.mark.parametrize(
+@every_case(
     ("name", "count", "link", "hosts", "expected"),
     [
         ("a100", 16, None, 2, [("nvlink3", 8, 1.0), ("hdr200", 16, 1.0)]),

@@ -38,6 +38,7 @@ from parplan.planner.search_space.pin_constraints import pinned
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.search_space.verifier import check
 from parplan.report import units
+from tests.every_case import every_case
 from tests.planner.graphs import perceptron
 from tests.planner.oracle import brute_force
 
@@ -129,8 +130,8 @@ def random_dag(seed: int) -> LayerProfile:
     return LayerProfile("net", 4, "a box", tuple(layers), edges)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("seed", range(6))
+@every_case("devices", [2, 3])
+@every_case("seed", range(6))
 def test_no_combination_of_strategies_is_faster(seed: int, devices: int) -> None:
     of, on = random_dag(seed), cluster(devices, latency_s=0.01)
     graph = profile_graph(of, 6)

@@ -15,6 +15,7 @@ from parplan.cost_models.ops.work import Engine, Kernel, OpWork, flops_of, op_wo
 from parplan.cost_models.roofline import part_of
 from parplan.graph.capture.capture import capture
 from parplan.plan import Strategy
+from tests.every_case import every_case
 
 F32 = torch.float32
 
@@ -86,7 +87,7 @@ def test_attention_whose_operands_are_one_tensor(shared: int, dropout: float, in
     assert flops_of(attention) == 2 * 2 * 8 * 7 * 7 * 5
 
 
-@pytest.mark.parametrize(("op", "expected"), FLOPS, ids=[op.op for op, _ in FLOPS])
+@every_case(("op", "expected"), FLOPS, ids=[op.op for op, _ in FLOPS])
 def test_forward_flops(op: OpCall, expected: int) -> None:
     assert flops_of(op) == expected
     assert sum(kernel.flops for kernel in op_work(op).forward) == expected
@@ -135,7 +136,7 @@ BYTES = [
 ]
 
 
-@pytest.mark.parametrize(("op", "forward", "backward"), BYTES, ids=[op.op for op, _, _ in BYTES])
+@every_case(("op", "forward", "backward"), BYTES, ids=[op.op for op, _, _ in BYTES])
 def test_bytes_of_other_ops(op: OpCall, forward: int, backward: int) -> None:
     work = op_work(op)
     assert sum(kernel.nbytes for kernel in work.forward) == forward
@@ -175,6 +176,6 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize(("op", "expected"), SAVED, ids=[op.op for op, _ in SAVED])
+@every_case(("op", "expected"), SAVED, ids=[op.op for op, _ in SAVED])
 def test_what_is_saved(op: OpCall, expected: Saved) -> None:
     assert saved_by(op) == expected

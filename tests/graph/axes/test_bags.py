@@ -16,6 +16,7 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer
 from parplan.plan import Strategy
 from parplan.runtime.module.compiled import Compiled
+from tests.every_case import every_case
 from tests.graph.axes.test_table import assert_proved
 from tests.graph.single_op import OneOp, part_results, whole_results
 from tests.runtime.helpers import compiled, differences, outcome, planner, spread
@@ -37,7 +38,7 @@ CALLS = [(SUM, -1, False), (SUM, 5, False), (SUM, -1, True), (SUM, 0, True), (ME
 CALLS += [(MAX, -1, False), (MAX, 2, False)]
 
 
-@pytest.mark.parametrize("call", CALLS)
+@every_case("call", CALLS)
 def test_parts_add_up_to_the_whole(call: tuple[int, int, bool]) -> None:
     op = one_op(*call)
     whole, axes = whole_results(op), op.open_axes()
@@ -50,8 +51,8 @@ def test_parts_add_up_to_the_whole(call: tuple[int, int, bool]) -> None:
             assert_proved("embedding_bags", uneven, whole, axis)
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("call", CALLS)
+@every_case("last", [False, True])
+@every_case("call", CALLS)
 def test_parts_of_bags_by_offsets_add_up_to_the_whole(call: tuple[int, int, bool], last: bool) -> None:
     op = one_op(*call)
     weight, indices, *scales = op.operands.values()

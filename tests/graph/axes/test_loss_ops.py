@@ -22,6 +22,7 @@ from parplan.graph.axes.loss_ops import (
     vocabulary_blocks,
 )
 from parplan.graph.capture.capture import capture
+from tests.every_case import every_case
 from tests.graph.axes.test_table import assert_proved
 from tests.graph.single_op import OneOp, part_results, whole_results
 
@@ -83,8 +84,8 @@ def assert_as_plain(found: Tensor, expected: Tensor, scores: Tensor) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case("reduction", ["none", "mean", "sum"])
+@every_case("case", CASES, ids=str)
 def test_a_cut_vocabulary_gives_torchs_cross_entropy(case: Case, reduction: str) -> None:
     scores, target, weight = case.operands()
     for shards in (1, 2, 4):
@@ -92,8 +93,8 @@ def test_a_cut_vocabulary_gives_torchs_cross_entropy(case: Case, reduction: str)
         assert_as_plain(reduced(rows, reduction), case.plain(scores, target, weight, reduction), scores)
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case("reduction", ["none", "mean", "sum"])
+@every_case("case", CASES, ids=str)
 def test_rows_of_all_classes_give_torchs_cross_entropy(case: Case, reduction: str) -> None:
     scores, target, weight = case.operands()
     rows = run_class_rows(scores, target, weight, case.ignore_index, case.smoothing, False)

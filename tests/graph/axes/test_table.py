@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from parplan.graph.axes import elementwise
 from parplan.graph.axes.table import TABLE, overload
 from parplan.graph.layer_graph import Axis
+from tests.every_case import every_case, run_all
 from tests.graph.samples import SAMPLES, Sizes
 from tests.graph.single_op import OneOp, Results, part_results, whole_results
 
@@ -20,6 +24,13 @@ EMPTY = (
     *("empty_like", "empty.memory_format", "new_empty", "rand", "rand_like", "randint", "randint.low", "randint_like"),
     *("randint_like.low_dtype", "randn", "randn_like", "exponential", "uniform"),
 )
+
+
+# Ops by the module that their rows are written in; those of one element at a time apart, as they are so many.
+GROUPS: dict[str, list[str]] = defaultdict(list)
+for name in SAMPLES:
+    row = TABLE[overload(name)]
+    GROUPS["pointwise" if row is elementwise.pointwise else row.__module__.rpartition(".")[2]].append(name)
 
 
 def one_op(op: str, number: int, parts: int, seed: int) -> OneOp:
@@ -47,13 +58,12 @@ def test_every_op_of_the_table_has_a_sample_and_every_sample_an_op() -> None:
     assert {str(op) for op in TABLE} == {str(overload(name)) for name in SAMPLES}
 
 
-@pytest.mark.parametrize("op", SAMPLES)
+@every_case("op", SAMPLES)
 def test_every_row_opens_an_axis(op: str) -> None:
     assert any(one_op(op, number, 2, 0).open_axes() for number in range(len(SAMPLES[op])))
 
 
-@pytest.mark.parametrize("op", SAMPLES)
-def test_shards_compute_the_whole(op: str) -> None:
+def shards_compute_the_whole(op: str) -> None:
     for number, parts in itertools.product(range(len(SAMPLES[op])), (2, 3)):
         call = one_op(op, number, parts, seed=parts)
         whole = whole_results(call)
@@ -64,8 +74,7 @@ def test_shards_compute_the_whole(op: str) -> None:
                 assert_proved(op, part_results(call, axis, shares), whole, axis, sample)
 
 
-@pytest.mark.parametrize("op", SAMPLES)
-def test_uneven_replicas_compute_the_whole(op: str) -> None:
+def uneven_replicas_compute_the_whole(op: str) -> None:
     for number in range(len(SAMPLES[op])):
         call = one_op(op, number, parts=3, seed=1)
         whole = whole_results(call)
@@ -75,3 +84,13 @@ def test_uneven_replicas_compute_the_whole(op: str) -> None:
                 shares = [1, axis.units - 1]
                 sample = f", sample {number}, in replicas of {shares}"
                 assert_proved(op, part_results(call, axis, shares, as_batch=True), whole, axis, sample)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_shards_compute_the_whole(group: str) -> None:
+    run_all((op, partial(shards_compute_the_whole, op)) for op in GROUPS[group])
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_uneven_replicas_compute_the_whole(group: str) -> None:
+    run_all((op, partial(uneven_replicas_compute_the_whole, op)) for op in GROUPS[group])

@@ -12,6 +12,7 @@ from benchmarks.instances import random_problem
 from parplan.planner.solver.elimination import classes_of, plant
 from parplan.planner.solver.problem import Edge, Node, Problem, objective
 from parplan.planner.solver.rows import row_table
+from tests.every_case import every_case
 
 
 def _solved(problem: Problem) -> tuple[float, list[int], list[np.ndarray[tuple[int], np.dtype[np.float64]]]]:
@@ -28,7 +29,7 @@ def _solved(problem: Problem) -> tuple[float, list[int], list[np.ndarray[tuple[i
     return tables.value, choice, [(best - low)[own.of] + node.cost_s for own, best, node, low in found]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@every_case("seed", range(40))
 def test_every_choice_that_uses_a_strategy_costs_at_least_its_marginal(seed: int) -> None:
     drawn = random_problem(np.random.default_rng([71, seed]))
     nodes = tuple(Node(node.name, np.minimum(node.cost_s, 5.0)) for node in drawn.nodes)

@@ -24,6 +24,7 @@ from parplan.report.pictures.net import draw_net
 from parplan.report.pictures.rows import Row, connections, inside, net_rows
 from parplan.report.pictures.svg import BROAD, COLOURS, NARROW
 from parplan.report.pictures.timeline import draw_timeline
+from tests.every_case import every_case
 from tests.report.decisions import alexnet
 from tests.report.pictures.drawn import HOSTILE, SVG, data_parallel, priced, residual, svg_of
 
@@ -240,7 +241,7 @@ def test_many_devices_share_columns_and_have_no_timeline() -> None:
     assert "120-127" in texts(svg_of(found["many.svg"]))
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+@every_case("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_names_stay_text(name: str) -> None:
     made = alexnet()
     layers = tuple(replace(layer, name=f"{i}{name}") for i, layer in enumerate(made.layers))

@@ -17,6 +17,7 @@ from parplan.plan import Scheme, Strategy
 from parplan.planner.decision import Decision
 from parplan.report.pictures.trace import predicted_trace
 from parplan.runtime.measurement.trace_events import TraceSpan, side_by_side, trace_json
+from tests.every_case import every_case
 from tests.planner.simulation.test_timeline import alexnet as paper_net
 from tests.planner.simulation.test_timeline import hybrid
 from tests.report.decisions import alexnet
@@ -214,13 +215,13 @@ def test_rounding_to_nanoseconds_makes_no_overlap() -> None:
     assert list(lanes(trace_json(spans, {}))) == [("d", "compute")]
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+@every_case("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_names_are_json(name: str) -> None:
     spans = [TraceSpan(name, name, name, name, 0.0, 1.0, {"of": name})]
     assert sum(map(len, lanes(trace_json(spans, {"model": name})).values())) == 1
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+@every_case("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_trace_has_no_character_that_cannot_be_seen(name: str) -> None:
     graph = residual()
     decision = priced(graph, data_parallel(graph, 2))

@@ -8,6 +8,7 @@ import pytest
 
 from parplan.cost_models.costs import Source
 from parplan.planner.decision import Decision
+from tests.every_case import every_case
 from tests.report.decisions import DECISIONS, alexnet, alone
 from tests.report.golden import printed
 
@@ -85,9 +86,9 @@ def test_parts_with_update_and_runtime_add_up() -> None:
     assert sum(figures.get(name, 0.0) for name in parts) == pytest.approx(figures["step"], abs=0.031)
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("name", sorted(DECISIONS))
+@every_case("scale", [1e-6, 1.0, 1e4])
+@every_case("width", [80, 120])
+@every_case("name", sorted(DECISIONS))
 def test_no_line_is_wider_than_the_page(name: str, width: int, scale: float) -> None:
     decision = with_more(DECISIONS[name](), update_s=1.234 * scale, overhead_s=0.123 * scale, doubt=0.4)
     for each in (decision, replace(decision, links=Source.MEASURED)):

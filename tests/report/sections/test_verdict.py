@@ -11,6 +11,7 @@ from parplan.plan import Strategy
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, ConcurrentBranches, Decision, LayerReport, Proof, Simpler
 from parplan.report.sections.verdict import kind_of_plan
 from parplan.report.terminal import Detail
+from tests.every_case import every_case
 from tests.report.decisions import DATA, HYBRID, ONE, SHARDED, alexnet, alone, chained, facts, pinned, schemes
 from tests.report.golden import printed
 
@@ -201,10 +202,8 @@ def test_the_first_screen_has_verdict_and_groups(make: object, width: int) -> No
     assert printed(make(), width).startswith("\n".join(lines))
 
 
-@pytest.mark.parametrize("detail", list(Detail))
-@pytest.mark.parametrize(
-    "name", ["\x1b[31mred\x1b[0m", "a\nb\rc", "\u202egnihtyna", "x" * 10_000, "[bold]b[/bold]", ""]
-)
+@every_case("detail", list(Detail))
+@every_case("name", ["\x1b[31mred\x1b[0m", "a\nb\rc", "\u202egnihtyna", "x" * 10_000, "[bold]b[/bold]", ""])
 def test_hostile_names_are_text_on_the_terminal(name: str, detail: Detail) -> None:
     decision = alexnet()
     first, second, *others = decision.layers

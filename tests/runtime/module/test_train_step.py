@@ -21,6 +21,7 @@ from torch.nn import functional
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
+from parplan.layout import split_evenly
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import random_passes
@@ -50,10 +51,13 @@ class Case:
 
     def samples(self, batch: int) -> list[Tensor]:
         """Per pass, the indices of its samples."""
-        own = torch.arange(batch).tensor_split(self.most)
+        own = torch.arange(batch).split(split_evenly(batch, self.most))
         if self.plan.scheme is Scheme.BROADCAST:
             return [torch.cat(own[number :: self.passes]) for number in range(self.passes)]
-        return [torch.cat([one.tensor_split(self.passes)[number] for one in own]) for number in range(self.passes)]
+        return [
+            torch.cat([one.split(split_evenly(len(one), self.passes))[number] for one in own])
+            for number in range(self.passes)
+        ]
 
     def periods(self) -> dict[str, int]:
         """Passes between updates of the parameters behind, by dotted name."""

@@ -12,6 +12,7 @@ from parplan.layout import Grid, Layout, Piece, Range, Sections, pieces, regions
 from parplan.lowering.program import Exchange
 from parplan.runtime.transport.base import block_values
 from parplan.runtime.transport.local import LocalTransport
+from tests.every_case import every_case
 
 WHOLE = torch.arange(6 * 12, dtype=torch.float64).reshape(6, 12)
 LAYOUTS = {
@@ -34,7 +35,7 @@ def transport() -> LocalTransport:
     return LocalTransport([torch.device("cpu")] * 4)
 
 
-@pytest.mark.parametrize(("source", "target"), list(product(LAYOUTS, LAYOUTS)))
+@every_case(("source", "target"), list(product(LAYOUTS, LAYOUTS)))
 def test_every_device_gets_its_part(source: str, target: str) -> None:
     here, there = LAYOUTS[source], LAYOUTS[target]
     moving = tuple(pieces(WHOLE.shape, here, there))
@@ -46,7 +47,7 @@ def test_every_device_gets_its_part(source: str, target: str) -> None:
         assert torch.equal(tensor, part(there, device))
 
 
-@pytest.mark.parametrize(("source", "target"), list(product(LAYOUTS, LAYOUTS)))
+@every_case(("source", "target"), list(product(LAYOUTS, LAYOUTS)))
 def test_the_reversed_pieces_are_the_transposed_movement(source: str, target: str) -> None:
     """<move(x), y> = <x, move^T(y)> for random x and y on every device."""
     here, there = LAYOUTS[source], LAYOUTS[target]

@@ -8,11 +8,12 @@ import pytest
 from benchmarks.instances import random_problem
 from parplan.planner.solver.problem import Edge, Node, Problem, Usage, evaluate
 from parplan.planner.solver.reductions.joins import join
+from tests.every_case import every_case
 from tests.planner.oracle import brute_force
 from tests.planner.solver.one_to_one import compiler_problem, with_one_to_one_edges
 
 
-@pytest.mark.parametrize("seed", range(200))
+@every_case("seed", range(200))
 def test_keep_the_optimum(seed: int) -> None:
     """Memory, constraints and maxima too: whatever is lifted costs and holds the same as what was joined."""
     problem = compiler_problem(seed, nodes=7)
@@ -32,7 +33,7 @@ def test_keep_the_optimum(seed: int) -> None:
     assert lifted.maxima == pytest.approx(joined.maxima, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@every_case("seed", range(20))
 def test_leave_no_one_to_one_edge(seed: int) -> None:
     reduced = join(compiler_problem(seed, nodes=60, most=5, share=0.7))
     if reduced is None:

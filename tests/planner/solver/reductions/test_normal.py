@@ -11,6 +11,7 @@ from benchmarks.instances import EdgePhases, NodePhases, chain, network, one_pas
 from benchmarks.steps import passes
 from parplan.planner.solver.problem import Maximum, Node, Problem, Row, evaluate
 from parplan.planner.solver.reductions.normal import normalise
+from tests.every_case import every_case
 
 
 def test_every_choice_costs_the_same() -> None:
@@ -78,7 +79,7 @@ def test_equal_maxima_are_one() -> None:
         assert evaluate(normal, choice).objective == evaluate(problem, choice).objective
 
 
-@pytest.mark.parametrize("seed", range(20))
+@every_case("seed", range(20))
 def test_periods_that_are_alike_count_as_often_as_they_are(seed: int) -> None:
     """Each period waits for the one before and adds the later of the same two ends: T has that maximum many times."""
     rng = np.random.default_rng([37, seed])

@@ -9,10 +9,11 @@ from benchmarks.instances import random_problem
 from parplan.planner.solver.problem import evaluate
 from parplan.planner.solver.wide.arrays import Arrays
 from parplan.planner.solver.wide.assignment import Assignment
+from tests.every_case import every_case
 from tests.planner.solver.one_to_one import compiler_problem
 
 
-@pytest.mark.parametrize("seed", range(40))
+@every_case("seed", range(40))
 def test_loads_and_limits(seed: int) -> None:
     """A choice exceeds a limit, or breaks a linear constraint, exactly if its excess says so."""
     rng = np.random.default_rng(seed)
@@ -26,7 +27,7 @@ def test_loads_and_limits(seed: int) -> None:
         assert (excess.max(initial=-1.0) > 1e-6) == bool(broken)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@every_case("seed", range(20))
 def test_costs_of_single_changes(seed: int) -> None:
     problem = compiler_problem(seed, nodes=12, most=5, share=0.0)
     arrays, rng = Arrays(problem), np.random.default_rng(seed)

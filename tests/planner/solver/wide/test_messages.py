@@ -11,6 +11,7 @@ from parplan.planner.solver.problem import Problem
 from parplan.planner.solver.reductions.presolve import merge_parallel_edges
 from parplan.planner.solver.wide.arrays import Arrays
 from parplan.planner.solver.wide.messages import Messages
+from tests.every_case import every_case
 from tests.planner.oracle import objectives
 from tests.planner.solver.one_to_one import compiler_problem
 
@@ -20,7 +21,7 @@ def _unlimited(seed: int, extra: float) -> Problem:
     return merge_parallel_edges(problem).problem
 
 
-@pytest.mark.parametrize("seed", range(60))
+@every_case("seed", range(60))
 def test_bound_every_choice(seed: int) -> None:
     problem = _unlimited(seed, extra=1.5)
     costs = objectives(problem).reshape(problem.sizes)
@@ -38,7 +39,7 @@ def test_bound_every_choice(seed: int) -> None:
     assert arrays.total(choice) == costs[tuple(choice)]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@every_case("seed", range(20))
 def test_are_exact_on_trees(seed: int) -> None:
     problem = _unlimited(seed, extra=0.0)
     costs, arrays = objectives(problem), Arrays(problem)

@@ -14,6 +14,7 @@ from parplan.planner.solver.problem import Edge, FloatArray, Maximum, Node, Prob
 from parplan.planner.solver.reductions.presolve import presolve
 from parplan.planner.solver.solve import GAP, solve
 from parplan.planner.solver.wide.search import FIRST, _Search, improve
+from tests.every_case import every_case
 from tests.planner.oracle import brute_force
 from tests.planner.solver.one_to_one import compiler_problem, with_one_to_one_edges
 
@@ -41,7 +42,7 @@ class Listener:
         return marginals
 
 
-@pytest.mark.parametrize("seed", range(30))
+@every_case("seed", range(30))
 def test_bound_and_choices_against_brute_force(seed: int) -> None:
     """Tight memory: what the bounds cut off is never better than the best choice."""
     reduced = presolve(compiler_problem(seed, nodes=10, extra=1.0))
