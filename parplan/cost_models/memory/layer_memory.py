@@ -78,14 +78,13 @@ class MemoryModel:
 
     def layer_memory(self, local: LocalLayer) -> LayerMemory:
         """Bytes on the device that has `local`."""
-        layer, calls, trained = local.layer, op_calls(self.graph, local), self._trained(local)
+        layer, calls, trained_bytes = local.layer, op_calls(self.graph, local), sum(self.trained_bytes(local))
         moved_bytes = self._nbytes(local, (*layer.inputs, *layer.outputs))
-        trained_bytes = self._nbytes(local, trained)
         held: dict[tuple[int, int], int] = defaultdict(int)
         for one in (*self._alone(local, calls), *self._around(local)):
             held[one.start, one.end] += one.nbytes
         return LayerMemory(
-            weights_bytes=self._nbytes(local, self._stored(local)),
+            weights_bytes=self._nbytes(local, (*self._own_parameters(local), *layer.buffers)),
             gradients_bytes=trained_bytes,
             optimizer_bytes=self.optimizer.states * trained_bytes,
             saved_bytes=self._saved_bytes(local, calls),
@@ -137,13 +136,13 @@ class MemoryModel:
 
     def _alone(self, local: LocalLayer, calls: Sequence[OpCall]) -> Iterator[Held]:
         """What the layer's own tensors take, whatever runs around it."""
-        layer, last = local.layer, self.moments.end - 1
+        layer, adding = local.layer, self._whole.adding
         sizes = {name: self.taken(local, [name]) for name in self._own_parameters(local)}
         for start, end, nbytes in self.residents(self._index[layer.name], sizes):
             yield Held(start, end, int(nbytes))
         yield Held(0, self.moments.end, self.taken(local, layer.buffers))
-        begun = {name: last for name in layer.parameters if self._whole.begun.get(name) == layer.name}
-        yield from self.by_ops(local, calls, self._whole, begun)
+        begun = [name for name in layer.parameters if name in adding and next(iter(adding[name])) == layer.name]
+        yield from self.by_ops(local, calls, self._whole, dict.fromkeys(begun, self.moments.end - 1))
 
     def _around(self, local: LocalLayer) -> Iterator[Held]:
         """Facts of two layers, as one layer can know them: all in which a sum over layers differs from a plan's.
@@ -184,9 +183,6 @@ class MemoryModel:
 
     def _own_parameters(self, local: LocalLayer) -> list[str]:
         return [name for name in local.layer.parameters if self.users[name][0] == local.layer.name]
-
-    def _stored(self, local: LocalLayer) -> list[str]:
-        return [*self._own_parameters(local), *local.layer.buffers]
 
     # -- whole amounts --
 

@@ -57,7 +57,7 @@ class Segmentation:
     """Layers that run as one, and what moves between them.
 
     Args:
-        first, last: by layer index, the first and the last layer of its segment.
+        first: by layer index, the first layer of its segment.
         leaving: values that a segment hands on, and holds until it has gone back.
         outputs: slots whose gradients the loss gives.
         slots: where a layer reads a value that was moved to it, by layer and value.
@@ -66,7 +66,6 @@ class Segmentation:
     """
 
     first: Mapping[int, int]
-    last: Mapping[int, int]
     leaving: Set[str]
     outputs: Sequence[str]
     slots: Mapping[tuple[str, str], str] = field(default_factory=dict)
@@ -83,7 +82,6 @@ class Ops:
         layers: the layer of every op.
         first: position of every layer's first op.
         makers: position of the op that makes a value.
-        outputs: results that ops make.
         saved: the values that autograd keeps for the backward of every op.
     """
 
@@ -96,7 +94,6 @@ class Ops:
             self.calls += op_calls(graph, LocalLayer(layer, Strategy(), 0, graph.batch or 1))
         self.layers = [name for name, layer in graph.layers.items() for _ in layer.nodes]
         self.makers = {out.name: p for p, call in enumerate(self.calls) for out in call.outputs}
-        self.outputs = [n for n in dict.fromkeys(graph.user_outputs) if isinstance(n, str) and n in self.makers]
         self.saved = [sorted(saved_by(call, on_cpu).values) for call in self.calls]
         self.order = list(graph.layers)
         self.index = {name: index for index, name in enumerate(self.order)}
@@ -112,9 +109,9 @@ class Ops:
 
     def whole(self) -> Segmentation:
         """All layers on one device, with nothing to move."""
-        trained = [name for name in self.outputs if self.graph.values[name].requires_grad]
-        first, last = (dict.fromkeys(range(len(self.order)), end) for end in (0, len(self.order) - 1))
-        return Segmentation(first, last, frozenset(self.outputs), trained)
+        outputs = {name for name in self.graph.user_outputs if isinstance(name, str) and name in self.makers}
+        trained = [name for name in sorted(outputs) if self.graph.values[name].requires_grad]
+        return Segmentation(dict.fromkeys(range(len(self.order)), 0), outputs, trained)
 
 
 @dataclass
@@ -142,7 +139,7 @@ class Lifetimes:
     Attributes:
         owned: values that ops make, and gradients of values, by the layer that has them; None: by slot.
         terms: of the gradients of parameters, by layer, in the order of the backward.
-        begun: the layer that is the first to have a term of a parameter's gradient.
+        adding: the layers that have terms of a parameter's gradient, in the order of the backward.
         sent: of gradients that transfers send back: the slots that these fill, and when it is needed no more otherwise.
         inputs: the first layer that takes a user input, by name.
         kept: the values that autograd keeps, views as what they show, by the layer that makes them, or first takes
@@ -166,7 +163,7 @@ class Lifetimes:
         self.kept: dict[str | None, list[str]] = defaultdict(list)
         self._find_values()
         self.terms: dict[str, list[Term]] = defaultdict(list)
-        self.begun: dict[str, str] = {}
+        self.adding: dict[str, dict[str, None]] = defaultdict(dict)
         self.sent: list[tuple[list[str], Time]] = []
         self._find_gradients()
 
@@ -221,14 +218,14 @@ class Lifetimes:
         self._held: dict[str, _Gradient] = {}
         self._all: list[_Gradient] = []
         self._transposed: set[str] = set()
-        self._coming: dict[int, list[str]] = defaultdict(list)  # by the layer before whose backward they arrive
+        self._coming: dict[int, list[str]] = defaultdict(list)  # by the first layer of the segment that they come to
         self._leaving = {self._passed_root(name) for name in self._segments.leaving}
         for slot in self._segments.outputs:
             made = self._make(slot, self._maker(slot), slot, (ops.moments.loss, 0))
             made.stop = self._done(slot) if slot in ops.makers else made.stop
         for index in range(len(order), -1, -1):
             if index < len(order):
-                for source in self._coming.pop(index, ()):
+                for source in self._coming.pop(self._segments.first[index], ()):
                     self._arrive(source, (ops.moments.backward(index) - 1, 0))
                 first = ops.first[order[index]]
                 for position in reversed(range(first, first + len(ops.graph.layers[order[index]].nodes))):
@@ -268,7 +265,7 @@ class Lifetimes:
         layer, time = self._ops.layers[position], self._ops.back(position)
         if operand.state:
             # The new term; and the sum, where autograd cannot add to one of the two.
-            self.begun.setdefault(operand.name, layer)
+            self.adding[operand.name][layer] = None
             self._transposed |= {operand.name} if call.op in _TRANSPOSED else set()
             self.terms[layer].append(Term(operand.name, time, 2 if operand.name in self._transposed else 1))
             return
@@ -298,7 +295,7 @@ class Lifetimes:
         gradient.sent.append(target)
         maker = self._maker(source)
         if maker is not None:
-            self._coming[self._segments.last[self._ops.index[maker]]].append(source)
+            self._coming[self._segments.first[self._ops.index[maker]]].append(source)
         else:
             self._arrive(source, time)
 

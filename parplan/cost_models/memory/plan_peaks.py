@@ -98,7 +98,7 @@ class _Step:
                 sent_back[self._first.get(min(readers), count)].append((transfer.source, transfer.target))
         wanted = map(program.slots.__getitem__, dict.fromkeys(program.outputs))
         outputs = [slot.name for slot in wanted if slot.requires_grad and slot.value in graph.producer]
-        return Segmentation(self._first, self._last, leaving, outputs, slots, sent_back)
+        return Segmentation(self._first, leaving, outputs, slots, sent_back)
 
     def _hold_parameters(self) -> None:
         """Parameters and their optimizer state; of gradients what of it begins with which layer's term.
@@ -114,13 +114,15 @@ class _Step:
             size, blocks = graph.values[parameter].dtype.itemsize, self._program.holdings[parameter]
             held = self._blocks[parameter] = self._block_bytes(size, blocks)
             owned[users[0]][parameter] = model.allocated(held)
-            used = {name: self._block_bytes(size, used_blocks(graph, strategies, name, parameter)) for name in users}
-            apart = np.any([(own > 0) & (own != held) for own in used.values()], axis=0)
-            added, seen = moments.backward(self._index[users[0]]), np.zeros(len(held), dtype=bool)
-            for name in reversed(users):
+            shares = (used_blocks(graph, strategies, name, parameter) for name in users if len(users) > 1)
+            used = [self._block_bytes(size, own) for own in shares] or [held]
+            apart = np.any([(own > 0) & (own != held) for own in used], axis=0)
+            added, here = moments.backward(self._index[users[0]]), dict(zip(users, used, strict=True))
+            seen = np.zeros(len(held), dtype=bool)
+            for name in self._lifetimes.adding.get(parameter, ()):
                 last = np.where(apart, added, (moments.end - 1) * ~seen)
-                self._begun[name][parameter] = last * (used[name] > 0)
-                seen |= used[name] > 0
+                self._begun[name][parameter] = last * (here[name] > 0)
+                seen |= here[name] > 0
             if graph.values[parameter].requires_grad:
                 self._hold(added, moments.end, model.allocated(held) * apart)
         for name, sizes in owned.items():
