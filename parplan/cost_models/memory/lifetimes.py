@@ -117,11 +117,13 @@ class Ops:
 @dataclass
 class _Gradient:
     """The memory of a slot's gradient while the backward is followed; `values` still have it for theirs, and the
-    transfers that fill the slots in `sent` send it back."""
+    transfers that fill the slots in `sent` send it back. It was made in `segment`: others hold it until they are done.
+    """
 
     slot: str
     layer: str | None
     value: str
+    segment: int | None
     start: Time
     stop: Time
     values: set[str]
@@ -183,11 +185,12 @@ class Lifetimes:
     def _passed_root(self, name: str) -> str:
         return self._passed.get(name, name)
 
-    def _done(self, value: str) -> Time:
-        """When the segment that makes a value has gone back."""
-        ops = self._ops
-        first = self._segments.first[ops.index[ops.layers[ops.makers[value]]]]
-        return ops.back(ops.first[ops.order[first]])
+    def _segment(self, layer: str) -> int:
+        return self._segments.first[self._ops.index[layer]]
+
+    def _done(self, layer: str) -> Time:
+        """When the segment of a layer has gone back."""
+        return self._ops.back(self._ops.first[self._ops.order[self._segment(layer)]])
 
     def _find_values(self) -> None:
         ops, last, keeper = self._ops, dict[str, Time](), dict[str, Time]()
@@ -203,9 +206,9 @@ class Lifetimes:
         leaving = {self._root(name) for name in self._segments.leaving}
         for name, position in ops.makers.items():
             if name not in self._storage:
-                start = ops.forward(position)
+                layer, start = ops.layers[position], ops.forward(position)
                 needed = max(start, last.get(name, start), keeper.get(name, start))
-                self._add(ops.layers[position], name, start, self._done(name) if name in leaving else needed)
+                self._add(layer, name, start, self._done(layer) if name in leaving else needed)
 
     def _add(self, layer: str | None, value: str, start: Time, stop: Time) -> None:
         self.owned[layer].append(Lifetime(layer, value, start, stop))
@@ -219,10 +222,10 @@ class Lifetimes:
         self._all: list[_Gradient] = []
         self._transposed: set[str] = set()
         self._coming: dict[int, list[str]] = defaultdict(list)  # by the first layer of the segment that they come to
-        self._leaving = {self._passed_root(name) for name in self._segments.leaving}
         for slot in self._segments.outputs:
-            made = self._make(slot, self._maker(slot), slot, (ops.moments.loss, 0))
-            made.stop = self._done(slot) if slot in ops.makers else made.stop
+            maker = self._maker(slot)
+            made = self._make(slot, maker, slot, (ops.moments.loss, 0))
+            made.stop = self._done(maker) if maker is not None else made.stop
         for index in range(len(order), -1, -1):
             if index < len(order):
                 for source in self._coming.pop(self._segments.first[index], ()):
@@ -250,7 +253,8 @@ class Lifetimes:
         call, time = self._ops.calls[position], self._ops.back(position)
         if not call.differentiated or (call.is_view and call.op not in _OWN_GRADIENT):
             return
-        results = [self._passed_root(out.name) for out in call.outputs]
+        layer = self._ops.layers[position]
+        segment, results = self._segment(layer), [self._passed_root(out.name) for out in call.outputs]
         taken = next((self._held[root] for root in results if root in self._held), None)
         for operand in call.inputs:
             if operand.requires_grad:
@@ -258,11 +262,12 @@ class Lifetimes:
         for root in results:
             gradient = self._held.pop(root, None)
             if gradient is not None:
-                gradient.end(root, self._done(root) if root in self._leaving else time)
+                gradient.end(root, time if gradient.segment == segment else self._done(layer))
 
     def _give(self, call: OpCall, operand: Operand, position: int, taken: _Gradient | None) -> None:
         """The gradient of one operand: made, handed on, or added to one that is there."""
         layer, time = self._ops.layers[position], self._ops.back(position)
+        segment = self._segment(layer)
         if operand.state:
             # The new term; and the sum, where autograd cannot add to one of the two.
             self.adding[operand.name][layer] = None
@@ -279,13 +284,13 @@ class Lifetimes:
             handed.values.add(root)
             self._held[root] = handed
         elif known is None:
-            self._make(slot, layer, operand.name, time)
+            self._make(slot, layer, operand.name, time, segment)
         else:
             if handed is None:
                 self._add(layer, operand.name, time, time)
-            if len(known.values) > 1:  # others still need it as it is
-                known.end(root, time)
-                self._make(slot, layer, operand.name, time)
+            if len(known.values) > 1 or known.segment != segment:  # others still need it as it is
+                known.end(root, time if known.segment == segment else self._done(layer))
+                self._make(slot, layer, operand.name, time, segment)
 
     def _send_back(self, source: str, target: str, time: Time) -> None:
         """The gradient of a slot leaves for the slot that it was moved from: from a stop it goes on at once."""
@@ -295,7 +300,7 @@ class Lifetimes:
         gradient.sent.append(target)
         maker = self._maker(source)
         if maker is not None:
-            self._coming[self._segments.first[self._ops.index[maker]]].append(source)
+            self._coming[self._segment(maker)].append(source)
         else:
             self._arrive(source, time)
 
@@ -307,8 +312,8 @@ class Lifetimes:
         else:
             self._make(slot, layer, slot, time)
 
-    def _make(self, slot: str, layer: str | None, value: str, time: Time) -> _Gradient:
+    def _make(self, slot: str, layer: str | None, value: str, time: Time, segment: int | None = None) -> _Gradient:
         root = self._passed_root(slot)
-        gradient = self._held[root] = _Gradient(slot, layer, value, time, time, {root})
+        gradient = self._held[root] = _Gradient(slot, layer, value, segment, time, time, {root})
         self._all.append(gradient)
         return gradient
