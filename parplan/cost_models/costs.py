@@ -81,46 +81,62 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Moments:
-    """The time points of a training step of `layers` layers, at which memory is counted.
+    """The points of a training step of `layers` layers, at which memory is counted: which task is at which.
 
-    Layer i runs forward at i, the results are delivered at n, the loss is taken at n + 1, layer i runs backward at
-    2n + 1 - i, and the optimizer updates its parameters at 2n + 2 + i (or those of all layers at 2n + 2).
+    Layers go forward, the results are delivered, the loss is taken, layers go backward, and the optimizer updates the
+    parameters of one after another, or those of all together with the first. Tasks are at odd points; at the even one
+    before each, what was made by then travels.
     """
 
     layers: int
 
-    def backward(self, layer: int) -> int:
-        """When a layer runs backward."""
-        return 2 * self.layers + 1 - layer
+    def forward(self, layer: int) -> int:
+        """When a layer runs forward."""
+        return 2 * layer + 1
+
+    @property
+    def delivery(self) -> int:
+        """When the results are delivered."""
+        return self.forward(self.layers)
 
     @property
     def loss(self) -> int:
         """When the loss is taken and its gradient begins."""
-        return self.layers + 1
+        return self.delivery + 2
+
+    def backward(self, layer: int) -> int:
+        """When a layer runs backward; one behind the last stands for the loss."""
+        return self.loss + 2 * (self.layers - layer)
+
+    @property
+    def passed(self) -> int:
+        """The point after the last backward."""
+        return self.backward(0) + 1
 
     def update(self, layer: int = 0) -> int:
         """When the parameters of a layer are updated one by one; without one, when all are."""
-        return 2 * self.layers + 2 + layer
+        return self.passed + 1 + 2 * layer
 
     @property
     def end(self) -> int:
-        """The time point after the last."""
-        return self.update(max(1, self.layers))
+        """The point after the last task."""
+        return self.passed + 2 * max(1, self.layers)
 
-    def text(self, time: int, names: Sequence[str]) -> str:
-        """A time point in words, such as "in the backward of fc6"; `names` of the layers."""
-        if time < self.layers:
-            return f"in the forward of {names[time]}"
-        if time <= self.loss:
-            return "when the results are delivered" if time < self.loss else "in the loss"
-        if time <= self.backward(0):
-            return f"in the backward of {names[self.backward(time)]}"
+    def text(self, point: int, names: Sequence[str]) -> str:
+        """A point in words, such as "in the backward of fc6"; `names` of the layers."""
+        task = point // 2
+        if task < self.layers:
+            return f"in the forward of {names[task]}"
+        if point <= self.loss:
+            return "when the results are delivered" if point <= self.delivery else "in the loss"
+        if point <= self.backward(0):
+            return f"in the backward of {names[2 * self.layers + 1 - task]}"
         return "in the optimizer's update"
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes held at the time points [start, end) of a step (see Moments)."""
+    """Bytes held at the points [start, end) of a step (see Moments)."""
 
     start: int
     end: int

@@ -88,13 +88,13 @@ class ProfileCosts:
             share = 1.0 if layer.constant else self._samples(layer, strategy) / self._measured_batch
             saved_bytes += ceil(known.saved_bytes * share / strategy.shards)
         moved_bytes = sum(self._held_bytes(layer, value, strategy) for value in (*layer.inputs, layer.name))
-        index, moments = self._position[layer.name], self._moments
-        back = moments.backward(index)
+        moments = self._moments
+        forward, back = (at(self._position[layer.name]) for at in (moments.forward, moments.backward))
         held = (
             Held(0, moments.end, weights_bytes + state_bytes),
             Held(back, moments.end, weights_bytes),
-            Held(index, back + 1, saved_bytes),
-            Held(index, index + 1, moved_bytes),
+            Held(forward, back + 1, saved_bytes),
+            Held(forward, forward + 1, moved_bytes),
             Held(back, back + 1, moved_bytes),
             Held(moments.update(), moments.update() + 1, self._optimizer.together * weights_bytes),
         )

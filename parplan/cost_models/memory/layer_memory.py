@@ -12,13 +12,16 @@ update; and a loss outside the model that holds two tensors of the size of the r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
-from typing import TypeVar
+from sys import maxsize
+from typing import NamedTuple, TypeVar
 
-from parplan.cost_models.costs import Held, LayerMemory, Moments
-from parplan.cost_models.memory.lifetimes import Lifetime, Lifetimes
+import numpy as np
+
+from parplan.cost_models.costs import Held, LayerMemory
+from parplan.cost_models.memory.lifetimes import Lifetimes, Ops, Time
 from parplan.cost_models.ops.op_calls import OpCall, op_calls, total_bytes
 from parplan.cost_models.ops.saved import Saved, saved_by
 from parplan.cost_models.optimizers import optimizer_memory
@@ -37,12 +40,11 @@ _CUDA_BLOCK_BYTES = 512
 Bytes = TypeVar("Bytes", int, IntArray)
 
 
-@dataclass(frozen=True)
-class _Span:
-    """Bytes from op time `start` to `stop`, both included (see Lifetimes); `stop` beyond the backward: to the end."""
+class _Span(NamedTuple):
+    """Bytes from one time to another, both included."""
 
-    start: int
-    stop: int
+    start: Time
+    stop: Time
     nbytes: int
 
 
@@ -65,15 +67,10 @@ class MemoryModel:
         self.graph = graph
         self.optimizer = optimizer_memory(optimizer)
         self.on_cpu = on_cpu
-        self._times = Lifetimes(graph, on_cpu)
-        self.moments = Moments(len(graph.layers))
-        self._index = {name: index for index, name in enumerate(graph.layers)}
-        self._owned: dict[str, list[Lifetime]] = defaultdict(list)
-        for lifetime in (*self._times.values, *self._times.gradients, *self._times.state_gradients.values()):
-            self._owned[lifetime.layer].append(lifetime)
-        self._layer_at = [self._index[n] for n, layer in graph.layers.items() for _ in layer.nodes]
-        # Of every op time, and of the one beyond the backward.
-        self._moments_at = [self._moment(time) for time in range(self._times.back(0) + 2)]
+        self.ops = Ops(graph, on_cpu)
+        self.moments = self.ops.moments
+        self._whole = Lifetimes(self.ops, self.ops.whole())
+        self._index = self.ops.index
         self.users: dict[str, list[str]] = {}
         for layer in graph.layers.values():
             for parameter in layer.parameters:
@@ -84,10 +81,10 @@ class MemoryModel:
         layer, calls, trained_bytes = local.layer, op_calls(self.graph, local), sum(self.trained_bytes(local))
         moved_bytes = self._nbytes(local, (*layer.inputs, *layer.outputs))
         held: dict[tuple[int, int], int] = defaultdict(int)
-        for one in (*self._own(local, calls), *self._around(local)):
+        for one in (*self._alone(local, calls), *self._around(local)):
             held[one.start, one.end] += one.nbytes
         return LayerMemory(
-            weights_bytes=self._nbytes(local, self._stored(local)),
+            weights_bytes=self._nbytes(local, (*self._own_parameters(local), *layer.buffers)),
             gradients_bytes=trained_bytes,
             optimizer_bytes=self.optimizer.states * trained_bytes,
             saved_bytes=self._saved_bytes(local, calls),
@@ -99,42 +96,77 @@ class MemoryModel:
         """Bytes of each trained parameter on the device, counted by the first layer that uses it."""
         return [self._nbytes(local, [name]) for name in self._trained(local)]
 
-    def own(self, local: LocalLayer) -> list[Held]:
-        """What the layer's own tensors take, whatever runs around it: an interval may come more than once."""
-        return self._own(local, op_calls(self.graph, local))
-
-    def _own(self, local: LocalLayer, calls: Sequence[OpCall]) -> list[Held]:
-        sizes = [self._taken(local, [name]) for name in self._trained(local)]
-        always = self._taken(local, self._stored(local)) + self.optimizer.states * sum(sizes)
+    def residents(self, first: int, sizes: Mapping[str, int | IntArray]) -> list[tuple[int, int, IntArray]]:
+        """What the parameters that layer `first` is the first to use take with the optimizer's state, and to update
+        them: from point to point, on one device or on each, as their `sizes` are."""
+        known = self.graph.values
+        stored = np.array(list(sizes.values()), dtype=np.int64)
+        trained = np.array([n for name, n in sizes.items() if known[name].requires_grad], dtype=np.int64)
         # The optimizer's temporaries: of the largest parameter, or of all.
         if self.on_cpu:
-            time, temporary = self.moments.update(self._index[local.layer.name]), max(sizes, default=0)
-            temporary *= self.optimizer.one_by_one
+            update, temporary = self.moments.update(first), self.optimizer.one_by_one * trained.max(axis=0, initial=0)
         else:
-            time, temporary = self.moments.update(), self.optimizer.together * sum(sizes)
-        spans = self._spans(local, calls)
-        return [Held(0, self.moments.end, always), Held(time, time + 1, temporary), *self._held(spans)]
+            update, temporary = self.moments.update(), self.optimizer.together * trained.sum(axis=0)
+        always = stored.sum(axis=0) + self.optimizer.states * trained.sum(axis=0)
+        return [(0, self.moments.end, always), (update, update + 1, temporary)]
 
-    def _around(self, local: LocalLayer) -> list[Held]:
-        """What it adds depending on the layers around it: user inputs, gathered copies, messages, the loss."""
-        layer, index = local.layer, self._index[local.layer.name]
-        inputs = [value for value, taker in self._times.inputs.items() if taker == layer.name]
-        back, end = self.moments.backward(index), self.moments.end
+    def by_ops(
+        self, local: LocalLayer, calls: Sequence[OpCall], lifetimes: Lifetimes, begun: Mapping[str, int]
+    ) -> list[Held]:
+        """What the layer's ops hold: an interval may come more than once.
+
+        Args:
+            begun: the parameters of whose gradients the device has nothing yet, with the last point of what begins.
+        """
+        name, ops, times = local.layer.name, self.ops, lifetimes
+        spans = [_Span(one.start, one.stop, self.taken(local, [one.value])) for one in times.owned[name]]
+        begins = dict(begun)
+        for term in times.terms[name]:
+            nbytes, last = self.taken(local, [term.parameter]), begins.pop(term.parameter, None)
+            if last is None:
+                spans.append(_Span(term.time, term.time, term.tensors * nbytes))
+            else:
+                spans.append(_Span(term.time, (last, maxsize), nbytes))
+        for position, call in enumerate(calls, ops.first[name]):
+            saved, forward, back = self._saved(local, call), ops.forward(position), ops.back(position)
+            intervals = (forward, back), (forward, forward), (back, back)
+            amounts = saved.inner_bytes, saved.forward_bytes, saved.backward_bytes
+            spans += [_Span(*pair, nbytes) for pair, nbytes in zip(intervals, amounts, strict=True) if nbytes]
+        return _by_points(spans)
+
+    def _alone(self, local: LocalLayer, calls: Sequence[OpCall]) -> Iterator[Held]:
+        """What the layer's own tensors take, whatever runs around it."""
+        layer, adding = local.layer, self._whole.adding
+        sizes = {name: self.taken(local, [name]) for name in self._own_parameters(local)}
+        for start, end, nbytes in self.residents(self._index[layer.name], sizes):
+            yield Held(start, end, int(nbytes))
+        yield Held(0, self.moments.end, self.taken(local, layer.buffers))
+        begun = [name for name in layer.parameters if name in adding and next(iter(adding[name])) == layer.name]
+        yield from self.by_ops(local, calls, self._whole, dict.fromkeys(begun, self.moments.end - 1))
+
+    def _around(self, local: LocalLayer) -> Iterator[Held]:
+        """Facts of two layers, as one layer can know them: all in which a sum over layers differs from a plan's.
+
+        Whether an input has to be moved (that it is gathered, where shards need it whole), where the user's inputs
+        lie, which gradients are summed in one message, and which layers run as one.
+        """
+        layer, moments = local.layer, self.moments
+        forward, back = (at(self._index[layer.name]) for at in (moments.forward, moments.backward))
+        inputs = [value for value, taker in self._whole.inputs.items() if taker == layer.name]
         # Copies of the gradients that several devices sum, as one process per device makes them.
         cut = local.axis.dims.keys() if local.axis is not None else set(layer.parameters)
         shards, axis = local.strategy.shards, local.axis
         shared = {n for n in cut if axis is not None and axis.sharers(n, shards) > 1}
         summed = [n for n in self._trained(local) if local.strategy.replicas > 1 or n not in cut or n in shared]
-        messages_bytes = sum(nbytes for name in summed if (nbytes := self._taken(local, [name])) < ALONE_BYTES)
-        alone = layer.outputs if local.shares_statistics else ()
-        return [
-            *(Held(self.last_held(value) + 1, back + 1, self._taken(local, [value])) for value in alone),
-            Held(0, end, self._taken(local, inputs)),
-            Held(index, back + 1, self._taken(local, self._gathered(local))),
-            # The CPU's are kept from step to step.
-            Held(0 if self.on_cpu else back, end if self.on_cpu else self.moments.update(), messages_bytes),
-            Held(self.moments.loss, self.moments.loss + 1, 2 * self._taken(local, self.delivered(layer.outputs))),
-        ]
+        messages_bytes = sum(nbytes for name in summed if (nbytes := self.taken(local, [name])) < ALONE_BYTES)
+        yield Held(0, moments.end, self.taken(local, inputs))
+        yield Held(forward, back + 1, self.taken(local, self._gathered(local)))
+        # The CPU's are kept from step to step.
+        yield Held(0 if self.on_cpu else back, moments.end if self.on_cpu else moments.passed, messages_bytes)
+        yield Held(moments.loss, moments.loss + 1, 2 * self.taken(local, self.delivered(layer.outputs)))
+        if local.shares_statistics:  # it runs by itself, and holds its results until it has gone back
+            alone = [one for one in self._whole.owned[layer.name] if one.value in layer.outputs]
+            yield from (Held(one.stop[0] + 1, back + 1, self.taken(local, [one.value])) for one in alone)
 
     def allocated(self, nbytes: Bytes) -> Bytes:
         """Bytes the allocator counts for a tensor of so many, or for each of an array of them."""
@@ -146,62 +178,11 @@ class MemoryModel:
         outputs = [value for value in values if value in self.graph.user_outputs]
         return [value for value in outputs if specs[value].requires_grad and specs[value].elements > 1]
 
-    def last_held(self, value: str) -> int:
-        """The last moment at which `own` counts a value (or what it is a view of)."""
-        return self._moments_at[self._times.last_held(value)]
-
-    def adds_apart(self, parameter: str) -> bool:
-        """Whether `own` counts a sum beside the terms of a shared parameter's gradient."""
-        return parameter in self._times.added_apart
-
     def _trained(self, local: LocalLayer) -> list[str]:
         return [name for name in self._own_parameters(local) if self.graph.values[name].requires_grad]
 
     def _own_parameters(self, local: LocalLayer) -> list[str]:
         return [name for name in local.layer.parameters if self.users[name][0] == local.layer.name]
-
-    def _stored(self, local: LocalLayer) -> list[str]:
-        return [*self._own_parameters(local), *local.layer.buffers]
-
-    # -- by op --
-
-    def _spans(self, local: LocalLayer, calls: Sequence[OpCall]) -> list[_Span]:
-        """What the layer's own tensors take, by op time."""
-        times, name = self._times, local.layer.name
-        found = [_Span(one.start, one.stop, self._taken(local, [one.value])) for one in self._owned[name]]
-        for position, call in enumerate(calls, times.first[name]):
-            saved, back = self._saved(local, call), times.back(position)
-            found.append(_Span(position, back, saved.inner_bytes))
-            found.append(_Span(position, position, saved.forward_bytes))
-            found.append(_Span(back, back, saved.backward_bytes))
-        return found
-
-    def _held(self, spans: Iterable[_Span]) -> list[Held]:
-        """By moments of the step: what crosses a moment's border as it is, of the rest the most at once."""
-        found: list[Held] = []
-        within: dict[int, list[_Span]] = defaultdict(list)
-        crossing: dict[int, int] = defaultdict(int)
-        for span in spans:
-            start, stop = self._moments_at[span.start], self._moments_at[span.stop]
-            within[start].append(span)
-            if start != stop:
-                found.append(Held(start, stop + 1, span.nbytes))
-                within[stop].append(span)
-                crossing[start] += span.nbytes
-                crossing[stop] += span.nbytes
-        for moment, here in within.items():
-            ticks = {time for s in here for time in (s.start, s.stop) if self._moments_at[time] == moment}
-            most = max(sum(s.nbytes for s in here if s.start <= tick <= s.stop) for tick in ticks)
-            found.append(Held(moment, moment + 1, max(0, most - crossing[moment])))
-        return found
-
-    def _moment(self, time: int) -> int:
-        times, moments = self._times, self.moments
-        if time < times.ops:
-            return self._layer_at[time]
-        if time == times.ops:
-            return moments.loss
-        return moments.backward(self._layer_at[2 * times.ops - time]) if time <= times.back(0) else moments.end - 1
 
     # -- whole amounts --
 
@@ -225,8 +206,8 @@ class MemoryModel:
 
     def _saved_bytes(self, local: LocalLayer, calls: Iterable[OpCall]) -> int:
         inner = sum(saved_by(call, self.on_cpu).inner_bytes for call in calls)
-        gathered = [name for name in self._gathered(local) if self._times.keeps(local.layer.name, name)]
-        return self._nbytes(local, (*self._times.kept[local.layer.name], *gathered)) + inner
+        gathered = [name for name in self._gathered(local) if self._whole.keeps(local.layer.name, name)]
+        return self._nbytes(local, (*self._whole.kept[local.layer.name], *gathered)) + inner
 
     def _gathered(self, local: LocalLayer) -> list[str]:
         """Inputs that this layer's shards need whole."""
@@ -234,7 +215,8 @@ class MemoryModel:
             return []
         return [n for n in local.layer.inputs if n not in local.axis.dims and n in self.graph.producer]
 
-    def _taken(self, local: LocalLayer, names: Iterable[str]) -> int:
+    def taken(self, local: LocalLayer, names: Iterable[str]) -> int:
+        """Bytes that the allocator counts for tensors of these names on the device."""
         return sum(self.allocated(self._nbytes(local, [name])) for name in names)
 
     def _nbytes(self, local: LocalLayer, names: Iterable[str]) -> int:
@@ -242,6 +224,30 @@ class MemoryModel:
         return sum(
             prod(local_shape(self.graph, local, name)) * values[name].dtype.itemsize for name in names if name in values
         )
+
+
+def _by_points(spans: Iterable[_Span]) -> list[Held]:
+    """What outlives its task as it is; of the rest of a task the most at once."""
+    found: list[Held] = []
+    within: dict[int, list[_Span]] = defaultdict(list)
+    crossing: dict[int, int] = defaultdict(int)
+    brief = set[int]()  # tasks in which something comes and goes
+    for span in spans:
+        (start, _), (stop, _), nbytes = span
+        within[start].append(span)
+        if start == stop:
+            brief.add(start)
+        else:
+            found.append(Held(start, stop + 1, nbytes))
+            within[stop].append(span)
+            crossing[start] += nbytes
+            crossing[stop] += nbytes
+    for point in brief:
+        here = within[point]
+        ticks = {time for s in here for time in (s.start, s.stop) if time[0] == point}
+        most = max(sum(s.nbytes for s in here if s.start <= tick <= s.stop) for tick in ticks)
+        found.append(Held(point, point + 1, max(0, most - crossing[point])))
+    return found
 
 
 def _workspace_bytes(calls: Iterable[OpCall], outputs: Iterable[str]) -> int:

@@ -1,21 +1,24 @@
-"""When each tensor of a training step comes and goes: the op that makes it, and the last one that needs it.
+"""Liveness of the tensors of a training step: the op that makes each, and the last one that needs it.
 
-Op p of P runs forward at time p, the loss at P, and op p's backward at 2P - p. Lifetimes follow from the graph alone,
-sizes from the strategy of the layer that owns the tensor; so they are worked out once for all strategies.
+Lifetimes follow from the ops and from where they read; sizes from the strategy of the layer that has the tensor. So the
+lifetimes of a whole graph on one device are worked out once, and serve every strategy of every layer; those of a plan
+follow its compute steps, and the transfers between them, by the same rules.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from parplan.cost_models.costs import Moments
 from parplan.cost_models.ops.op_calls import SLICES, OpCall, Operand, op_calls
 from parplan.cost_models.ops.saved import saved_by
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer
 from parplan.plan import Strategy
 
-__all__ = ["Lifetime", "Lifetimes"]
+__all__ = ["Lifetime", "Lifetimes", "Ops", "Segmentation", "Term", "Time"]
 
 # Ops whose backward hands on the gradient it gets, or a view of it, instead of making a new one.
 _HANDS_ON = frozenset(["add", "sub", "clone", "contiguous", "to", "to_copy", "cat", "stack", "sum"])
@@ -25,167 +28,254 @@ _OWN_GRADIENT = SLICES | {"expand", "expand_as"}
 # Ops whose backward makes a transposed view of a weight's gradient, to which autograd adds no other in place.
 _TRANSPOSED = frozenset(["linear"])
 
+Time = tuple[int, int]
+"""A point of the step (cost_models/costs.py: Moments), and the op within its task."""
+
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A tensor from time `start` to `stop`, both included, of the size that `value` has in the layer that owns it;
-    `stop` beyond the backward: to the end."""
+    """A tensor from one time to another, both included, of the size that `value` has in `layer`; without a layer, of a
+    program's slot of that name."""
 
-    layer: str
+    layer: str | None
     value: str
-    start: int
-    stop: int
+    start: Time
+    stop: Time
 
 
-@dataclass
-class _Gradient:
-    """A gradient's memory while the backward is followed; `values` still have it for theirs."""
+@dataclass(frozen=True)
+class Term:
+    """A layer's op adds to a parameter's gradient, or begins it; `tensors`: how many it takes to add."""
 
-    layer: str
-    value: str
-    start: int
-    stop: int
-    values: set[str] = field(default_factory=set)
+    parameter: str
+    time: Time
+    tensors: int
 
 
-class Lifetimes:
-    """The lifetimes in one graph.
+@dataclass(frozen=True)
+class Segmentation:
+    """Layers that run as one, and what moves between them.
 
-    Attributes:
-        calls: every op, at whole size, in order.
-        first: position of every layer's first op.
-        values: tensors made by ops.
-        gradients: gradients of those.
-        state_gradients: of parameters, from when the backward first makes one, by placeholder; the layer owns it.
-        added_apart: parameters whose gradient has a term that autograd adds no other to in place.
-        inputs: the first layer that takes a user input, by name.
-        kept: the values that autograd keeps, views as what they show, by the layer that makes them, or first takes
-            them from the user.
+    Args:
+        first: by layer index, the first layer of its segment.
+        leaving: values that a segment hands on, and holds until it has gone back.
+        outputs: slots whose gradients the loss gives.
+        slots: where a layer reads a value that was moved to it, by layer and value.
+        sent_back: by layer index, (source, target) of the transfers whose gradient leaves when that layer has gone
+            back; the number of layers stands for the loss.
     """
 
-    def __init__(self, graph: LayerGraph, on_cpu: bool = False) -> None:
-        self._graph = graph
-        self._on_cpu = on_cpu
+    first: Mapping[int, int]
+    leaving: Set[str]
+    outputs: Sequence[str]
+    slots: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    sent_back: Mapping[int, Sequence[tuple[str, str]]] = field(default_factory=dict)
+
+
+class Ops:
+    """The ops of a graph in order, at whole size, with what holds wherever they run.
+
+    Attributes:
+        calls: every op.
+        order, index: the layers, and the place of each.
+        moments: of the step.
+        layers: the layer of every op.
+        first: position of every layer's first op.
+        makers: position of the op that makes a value.
+        saved: the values that autograd keeps for the backward of every op.
+    """
+
+    def __init__(self, graph: LayerGraph, on_cpu: bool) -> None:
+        self.graph = graph
         self.calls: tuple[OpCall, ...] = ()
         self.first: dict[str, int] = {}
         for name, layer in graph.layers.items():
             self.first[name] = len(self.calls)
             self.calls += op_calls(graph, LocalLayer(layer, Strategy(), 0, graph.batch or 1))
-        # The layer of every op.
-        self._layers = [name for name, layer in graph.layers.items() for _ in layer.nodes]
+        self.layers = [name for name, layer in graph.layers.items() for _ in layer.nodes]
+        self.makers = {out.name: p for p, call in enumerate(self.calls) for out in call.outputs}
+        self.saved = [sorted(saved_by(call, on_cpu).values) for call in self.calls]
+        self.order = list(graph.layers)
+        self.index = {name: index for index, name in enumerate(self.order)}
+        self.moments = Moments(len(self.order))
+
+    def forward(self, position: int) -> Time:
+        """When an op runs forward."""
+        return self.moments.forward(self.index[self.layers[position]]), position
+
+    def back(self, position: int) -> Time:
+        """When an op runs backward."""
+        return self.moments.backward(self.index[self.layers[position]]), 2 * len(self.calls) - position
+
+    def whole(self) -> Segmentation:
+        """All layers on one device, with nothing to move."""
+        outputs = {name for name in self.graph.user_outputs if isinstance(name, str) and name in self.makers}
+        trained = [name for name in sorted(outputs) if self.graph.values[name].requires_grad]
+        return Segmentation(dict.fromkeys(range(len(self.order)), 0), outputs, trained)
+
+
+@dataclass
+class _Gradient:
+    """The memory of a slot's gradient while the backward is followed; `values` still have it for theirs, and the
+    transfers that fill the slots in `sent` send it back. It was made in `segment`: others hold it until they are done.
+    """
+
+    slot: str
+    layer: str | None
+    value: str
+    segment: int | None
+    start: Time
+    stop: Time
+    values: set[str]
+    sent: list[str] = field(default_factory=list)
+
+    def end(self, value: str, time: Time) -> None:
+        """`value` needs it no longer than this."""
+        self.stop = max(self.stop, time)
+        self.values.discard(value)
+
+
+class Lifetimes:
+    """The lifetimes in one graph under one segmentation.
+
+    Attributes:
+        owned: values that ops make, and gradients of values, by the layer that has them; None: by slot.
+        terms: of the gradients of parameters, by layer, in the order of the backward.
+        adding: the layers that have terms of a parameter's gradient, in the order of the backward.
+        sent: of gradients that transfers send back: the slots that these fill, and when it is needed no more otherwise.
+        inputs: the first layer that takes a user input, by name.
+        kept: the values that autograd keeps, views as what they show, by the layer that makes them, or first takes
+            them from the user.
+    """
+
+    def __init__(self, ops: Ops, segmentation: Segmentation) -> None:
+        self._ops = ops
+        self._segments = segmentation
         # Of every view: the value whose memory it shows, and the value whose gradient its own is a view of.
         self._storage: dict[str, str] = {}
         self._passed: dict[str, str] = {}
-        for call in self.calls:
+        for layer, call in zip(ops.layers, ops.calls, strict=True):
             for out in call.outputs if call.is_view and call.inputs else ():
-                shown = call.inputs[0].name
+                shown = self._slot(layer, call.inputs[0].name)
                 self._storage[out.name] = self._root(shown)
                 if call.op not in _OWN_GRADIENT:
                     self._passed[out.name] = self._passed_root(shown)
-        self._outputs = [name for name in dict.fromkeys(graph.user_outputs) if isinstance(name, str)]
-        self._makers = {out.name: p for p, call in enumerate(self.calls) for out in call.outputs}
+        self.owned: dict[str | None, list[Lifetime]] = defaultdict(list)
         self.inputs: dict[str, str] = {}
         self.kept: dict[str | None, list[str]] = defaultdict(list)
-        self.values = self._find_values()
-        self._stops = {one.value: one.stop for one in self.values}
-        self.state_gradients: dict[str, Lifetime] = {}
-        self.gradients = self._find_gradients()
-
-    @property
-    def ops(self) -> int:
-        """How many ops there are."""
-        return len(self.calls)
-
-    def back(self, position: int) -> int:
-        """The time of an op's backward."""
-        return 2 * self.ops - position
-
-    def last_held(self, value: str) -> int:
-        """The last time at which a value, or what it is a view of, is there."""
-        return self._stops.get(self._root(value), 0)
+        self._find_values()
+        self.terms: dict[str, list[Term]] = defaultdict(list)
+        self.adding: dict[str, dict[str, None]] = defaultdict(dict)
+        self.sent: list[tuple[list[str], Time]] = []
+        self._find_gradients()
 
     def keeps(self, layer: str, value: str) -> bool:
         """Whether ops of `layer` keep `value`, or a view of it."""
-        first = self.first[layer]
-        calls = self.calls[first : first + len(self._graph.layers[layer].nodes)]
-        return any(self._root(n) == self._root(value) for call in calls for n in saved_by(call, self._on_cpu).values)
+        first = self._ops.first[layer]
+        saved = self._ops.saved[first : first + len(self._ops.graph.layers[layer].nodes)]
+        return any(self._root(name) == self._root(value) for names in saved for name in names)
 
-    def _find_values(self) -> list[Lifetime]:
-        last: dict[str, int] = {}
-        keeper: dict[str, int] = {}
-        for position, call in enumerate(self.calls):
-            for operand in call.inputs:
-                if operand.name not in self._makers and not operand.state:
-                    self.inputs.setdefault(operand.name, self._layers[position])
-                last[self._root(operand.name)] = position
-            for name in sorted(saved_by(call, self._on_cpu).values):
-                keeper.setdefault(self._root(name), position)
-        for name in keeper:
-            maker = self._layers[self._makers[name]] if name in self._makers else self.inputs.get(name)
-            self.kept[maker].append(name)
-        # The runtime holds a call's results until it has gone back through all that was computed with them.
-        kept_outputs = {self._root(name) for name in self._outputs}
-        found = []
-        for name, position in self._makers.items():
-            if name in self._storage:
-                continue
-            stop = self.back(keeper[name]) if name in keeper else last.get(name, position)
-            stop = self.back(0) if name in kept_outputs else max(stop, last.get(name, position))
-            found.append(Lifetime(self._layers[position], name, position, stop))
-        return found
+    def _slot(self, layer: str, value: str) -> str:
+        return self._segments.slots.get((layer, value), value)
 
     def _root(self, name: str) -> str:
         """The value that a value is a view of; itself if it is none."""
         return self._storage.get(name, name)
 
+    def _passed_root(self, name: str) -> str:
+        return self._passed.get(name, name)
+
+    def _segment(self, layer: str) -> int:
+        return self._segments.first[self._ops.index[layer]]
+
+    def _done(self, layer: str) -> Time:
+        """When the segment of a layer has gone back."""
+        return self._ops.back(self._ops.first[self._ops.order[self._segment(layer)]])
+
+    def _find_values(self) -> None:
+        ops, last, keeper = self._ops, dict[str, Time](), dict[str, Time]()
+        for position, (layer, call) in enumerate(zip(ops.layers, ops.calls, strict=True)):
+            for operand in call.inputs:
+                if operand.name not in ops.makers and not operand.state:
+                    self.inputs.setdefault(operand.name, layer)
+                last[self._root(self._slot(layer, operand.name))] = ops.forward(position)
+            for name in ops.saved[position]:
+                keeper.setdefault(self._root(self._slot(layer, name)), ops.back(position))
+        for name in keeper:
+            self.kept[ops.layers[ops.makers[name]] if name in ops.makers else self.inputs.get(name)].append(name)
+        leaving = {self._root(name) for name in self._segments.leaving}
+        for name, position in ops.makers.items():
+            if name not in self._storage:
+                layer, start = ops.layers[position], ops.forward(position)
+                needed = max(start, last.get(name, start), keeper.get(name, start))
+                self._add(layer, name, start, self._done(layer) if name in leaving else needed)
+
+    def _add(self, layer: str | None, value: str, start: Time, stop: Time) -> None:
+        self.owned[layer].append(Lifetime(layer, value, start, stop))
+
     # -- gradients --
 
-    def _find_gradients(self) -> list[Lifetime]:
+    def _find_gradients(self) -> None:
         """Follow the backward: which op makes which gradient, and when the maker of the value has used it."""
+        ops, order = self._ops, self._ops.order
         self._held: dict[str, _Gradient] = {}
         self._all: list[_Gradient] = []
-        self._brief: list[Lifetime] = []
-        self.added_apart: set[str] = set()
-        values = self._graph.values
-        for name in self._outputs:
-            if name in self._makers and values[name].requires_grad:
-                self._make(name, self._layers[self._makers[name]], name, self.ops).stop = self.back(0)
-        for position in reversed(range(self.ops)):
-            call = self.calls[position]
-            if not call.differentiated or (call.is_view and call.op not in _OWN_GRADIENT):
-                continue
-            results = [self._passed_root(out.name) for out in call.outputs]
-            taken = next((self._held[root] for root in results if root in self._held), None)
-            for operand in call.inputs:
-                if operand.requires_grad:
-                    self._give(call, operand, position, taken)
-            for root in results:
-                gradient = self._held.pop(root, None)
-                if gradient is not None:
-                    gradient.stop = max(gradient.stop, self.back(position))
-                    gradient.values.discard(root)
+        self._transposed: set[str] = set()
+        self._coming: dict[int, list[str]] = defaultdict(list)  # by the first layer of the segment that they come to
+        for slot in self._segments.outputs:
+            maker = self._maker(slot)
+            made = self._make(slot, maker, slot, (ops.moments.loss, 0))
+            made.stop = self._done(maker) if maker is not None else made.stop
+        for index in range(len(order), -1, -1):
+            if index < len(order):
+                for source in self._coming.pop(self._segments.first[index], ()):
+                    self._arrive(source, (ops.moments.backward(index) - 1, 0))
+                first = ops.first[order[index]]
+                for position in reversed(range(first, first + len(ops.graph.layers[order[index]].nodes))):
+                    self._go_back(position)
+            for source, target in self._segments.sent_back.get(index, ()):
+                self._send_back(source, target, (ops.moments.backward(index) + 1, 0))
         # While the layer that makes a gradient runs it has that layer's size, then that of the value's own layer.
-        found: list[Lifetime] = []
         for one in self._all:
-            ends = self.back(self.first[one.layer])
-            found.append(Lifetime(one.layer, one.value, one.start, min(one.stop, ends)))
-            if one.stop > ends:
-                owner = self._layers[self._makers[one.value]] if one.value in self._makers else one.layer
-                found.append(Lifetime(owner, one.value, ends + 1, one.stop))
-        return found + self._brief
+            owner = self._maker(one.slot) or one.layer
+            task, tick = self._ops.back(self._ops.first[one.layer]) if one.layer is not None else one.stop
+            self._add(one.layer, one.value, one.start, min(one.stop, (task, tick)))
+            if one.stop > (task, tick):
+                self._add(owner, one.value, (task + 1, 0), one.stop)
+            if one.sent:
+                self.sent.append((one.sent, one.stop))
+
+    def _maker(self, slot: str) -> str | None:
+        """The layer that makes what is in a slot; None where it was moved there, or comes from the user."""
+        return self._ops.layers[self._ops.makers[slot]] if slot in self._ops.makers else None
+
+    def _go_back(self, position: int) -> None:
+        call, time = self._ops.calls[position], self._ops.back(position)
+        if not call.differentiated or (call.is_view and call.op not in _OWN_GRADIENT):
+            return
+        layer = self._ops.layers[position]
+        segment, results = self._segment(layer), [self._passed_root(out.name) for out in call.outputs]
+        taken = next((self._held[root] for root in results if root in self._held), None)
+        for operand in call.inputs:
+            if operand.requires_grad:
+                self._give(call, operand, position, taken)
+        for root in results:
+            gradient = self._held.pop(root, None)
+            if gradient is not None:
+                gradient.end(root, time if gradient.segment == segment else self._done(layer))
 
     def _give(self, call: OpCall, operand: Operand, position: int, taken: _Gradient | None) -> None:
         """The gradient of one operand: made, handed on, or added to one that is there."""
-        layer, time = self._layers[position], self.back(position)
+        layer, time = self._ops.layers[position], self._ops.back(position)
+        segment = self._segment(layer)
         if operand.state:
-            if operand.name in self.state_gradients:
-                # The new term; and the sum, where autograd cannot add to one of the two.
-                terms = 2 if call.op in _TRANSPOSED or operand.name in self.added_apart else 1
-                self._brief += [Lifetime(layer, operand.name, time, time)] * terms
-            self.added_apart |= {operand.name} if call.op in _TRANSPOSED else set()
-            self.state_gradients.setdefault(operand.name, Lifetime(layer, operand.name, time, self.back(0) + 1))
+            # The new term; and the sum, where autograd cannot add to one of the two.
+            self.adding[operand.name][layer] = None
+            self._transposed |= {operand.name} if call.op in _TRANSPOSED else set()
+            self.terms[layer].append(Term(operand.name, time, 2 if operand.name in self._transposed else 1))
             return
-        root = self._passed_root(operand.name)
+        slot = self._slot(layer, operand.name)
+        root = self._passed_root(slot)
         known = self._held.get(root)
         same = call.op in _HANDS_ON and operand.shape == call.outputs[0].shape
         same = same and not (call.op == "sub" and call.inputs[0] != operand)
@@ -194,20 +284,36 @@ class Lifetimes:
             handed.values.add(root)
             self._held[root] = handed
         elif known is None:
-            self._make(root, layer, operand.name, time)
+            self._make(slot, layer, operand.name, time, segment)
         else:
             if handed is None:
-                self._brief.append(Lifetime(layer, operand.name, time, time))
-            if len(known.values) > 1:  # others still need it as it is
-                known.stop = max(known.stop, time)
-                known.values.discard(root)
-                self._make(root, layer, operand.name, time)
+                self._add(layer, operand.name, time, time)
+            if len(known.values) > 1 or known.segment != segment:  # others still need it as it is
+                known.end(root, time if known.segment == segment else self._done(layer))
+                self._make(slot, layer, operand.name, time, segment)
 
-    def _make(self, root: str, layer: str, value: str, time: int) -> _Gradient:
-        gradient = _Gradient(layer, value, time, time, {root})
-        self._held[root] = gradient
+    def _send_back(self, source: str, target: str, time: Time) -> None:
+        """The gradient of a slot leaves for the slot that it was moved from: from a stop it goes on at once."""
+        gradient = self._held.get(target) or self._make(target, None, target, time)
+        del self._held[target]
+        gradient.end(target, time)
+        gradient.sent.append(target)
+        maker = self._maker(source)
+        if maker is not None:
+            self._coming[self._segment(maker)].append(source)
+        else:
+            self._arrive(source, time)
+
+    def _arrive(self, slot: str, time: Time) -> None:
+        """A gradient that was sent back is put together, and added to others of its slot out of place."""
+        layer = self._maker(slot)
+        if self._passed_root(slot) in self._held:
+            self.owned[layer] += [Lifetime(layer, slot, time, time)] * 2
+        else:
+            self._make(slot, layer, slot, time)
+
+    def _make(self, slot: str, layer: str | None, value: str, time: Time, segment: int | None = None) -> _Gradient:
+        root = self._passed_root(slot)
+        gradient = self._held[root] = _Gradient(slot, layer, value, segment, time, time, {root})
         self._all.append(gradient)
         return gradient
-
-    def _passed_root(self, name: str) -> str:
-        return self._passed.get(name, name)

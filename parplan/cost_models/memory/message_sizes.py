@@ -31,12 +31,14 @@ class Messages:
         pieces: how many pieces each receiver puts together, its own among them.
         copied: elements that each sender copies to send them: a block with gaps.
         shared: whether each sender also sends from a tensor as it lies.
+        own: whether each receiver also takes a piece of what it has itself.
     """
 
     received: IntArray
     pieces: IntArray
     copied: IntArray
     shared: NDArray[np.bool_]
+    own: NDArray[np.bool_]
 
 
 def messages(given: Slot, wanted: Slot) -> tuple[Messages, Messages]:
@@ -71,7 +73,8 @@ def _alike(every: Flow, own: Flow, piece: IntArray, block: IntArray) -> Messages
     """Messages whose pieces are all of one shape, from blocks of one shape."""
     elements, gaps, foreign = int(piece.prod()), bool(_has_gaps(piece, block).any()), every - own
     copied = foreign.messages_out * (elements if gaps else 0)
-    return Messages(foreign.messages_in * elements, every.messages_in, copied, (foreign.messages_out > 0) & (not gaps))
+    shared = (foreign.messages_out > 0) & (not gaps)
+    return Messages(foreign.messages_in * elements, every.messages_in, copied, shared, own.messages_in > 0)
 
 
 def _listed(
@@ -88,8 +91,8 @@ def _listed(
     received, copied = np.zeros(wanted.shape[1], dtype=np.int64), np.zeros(held.shape[1], dtype=np.int64)
     np.add.at(received, receivers, elements * foreign)
     np.add.at(copied, senders, elements * gaps)
-    pieces = np.bincount(receivers, minlength=len(received))
-    return Messages(received, pieces, copied, np.bincount(senders[foreign & ~gaps], minlength=len(copied)) > 0)
+    pieces, own = (np.bincount(some, minlength=len(received)) for some in (receivers, receivers[~foreign]))
+    return Messages(received, pieces, copied, np.bincount(senders[foreign & ~gaps], minlength=len(copied)) > 0, own > 0)
 
 
 def _has_gaps(pieces: IntArray, blocks: IntArray) -> NDArray[np.bool_]:

@@ -220,7 +220,7 @@ def _counted_often(
     for own in fold.blocks:
         first, last = own.begin + own.period, own.end - own.period
         ranges = (
-            range(first, last),
+            range(when.forward(first), when.forward(last)),
             range(when.backward(last - 1), when.backward(first - 1)),
             range(when.update(first), when.update(last)),
         )

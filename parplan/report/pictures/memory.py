@@ -69,7 +69,7 @@ def memory_over_step(decision: Decision, timeline: Timeline | None) -> MemoryOve
         alike = {(limit, nbytes[:same]): devices for (limit, nbytes), devices in alike.items()}
         starts_s = None
     curves = [
-        MemoryCurve(devices, nbytes, limit, moments.text(nbytes.index(max(nbytes)) // 2, names))
+        MemoryCurve(devices, nbytes, limit, moments.text(nbytes.index(max(nbytes)), names))
         for (limit, nbytes), devices in alike.items()
     ]
     curves.sort(key=lambda curve: -curve.peak_bytes / curve.limit_bytes)
@@ -85,18 +85,17 @@ def _starts(timeline: Timeline, names: Sequence[str], phases: int) -> tuple[floa
     for part, span in zip(timeline.parts, timeline.spans, strict=True):
         if part.number is not None:
             return None
-        moment = None
+        point = None
         if part.kind is Kind.FORWARD:
-            moment = index[part.what]
+            point = moments.forward(index[part.what])
             last_s = max(last_s, span.end_s)
         elif part.kind is Kind.BACKWARD:
-            moment = moments.backward(index[part.what])
+            point = moments.backward(index[part.what])
         elif part.kind is Kind.UPDATE:
-            moment = moments.update()
-        if moment is not None:
-            phase = 2 * moment + 1
-            found[phase] = min(found.get(phase, span.start_s), span.start_s)
-    found[2 * moments.layers + 1] = found[2 * moments.loss + 1] = last_s
+            point = moments.update()
+        if point is not None:
+            found[point] = min(found.get(point, span.start_s), span.start_s)
+    found[moments.delivery] = found[moments.loss] = last_s
     listed = sorted(found.items())
     if any(later_s < earlier_s for (_, earlier_s), (_, later_s) in pairwise(listed)):
         return None

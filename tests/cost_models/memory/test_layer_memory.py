@@ -140,20 +140,20 @@ def test_shards_that_need_an_input_whole_keep_their_gathered_copy() -> None:
     assert gathered - cut >= graph.values[value].nbytes
 
 
-def at_moments(graph: LayerGraph, optimizer: str, on_cpu: bool) -> list[int]:
-    """Bytes on the one device at every moment of the step."""
+def at_tasks(graph: LayerGraph, optimizer: str, on_cpu: bool) -> list[int]:
+    """Bytes on the one device in every task of the step."""
     model = MemoryModel(graph, optimizer, on_cpu)
     memories = [model.layer_memory(LocalLayer(layer, ONE, 0, graph.batch or 1)) for layer in graph.layers.values()]
     held = [one for memory in memories for one in memory.held]
-    return [sum(h.nbytes for h in held if h.start <= time < h.end) for time in range(model.moments.end)]
+    return [sum(h.nbytes for h in held if h.start <= time < h.end) for time in range(1, model.moments.end, 2)]
 
 
-def test_every_moment_of_a_small_step_by_hand() -> None:
+def test_every_task_of_a_small_step_by_hand() -> None:
     graph = capture(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), (torch.zeros(6, 4),))
     stays = 3 * 4 * 58 + 6 * 4 * 4  # weights, Adam's two states, and the inputs
     hidden, result = 6 * 8 * 4, 6 * 2 * 4
     first, second = 4 * 40, 4 * 18  # gradients of the two layers' weights
-    assert at_moments(graph, "adam", on_cpu=True) == [
+    assert at_tasks(graph, "adam", on_cpu=True) == [
         stays + hidden,
         stays + 2 * hidden,  # what relu reads is gone after it
         stays + hidden + result,
@@ -177,21 +177,20 @@ def test_the_update_takes_temporaries_of_one_parameter_or_of_all(
     graph = capture(nn.Sequential(nn.Linear(256, 128, bias=False), nn.Linear(128, 128, bias=False)), _zeros(2, 256))
     weights = (256 * 128 * 4, 128 * 128 * 4)
     for on_cpu, most in ((True, one_by_one * weights[0]), (False, together * sum(weights))):
-        by_time = at_moments(graph, optimizer, on_cpu)
-        update = Moments(2).update()
-        assert by_time[update] - by_time[-1] == (most if not on_cpu else most - one_by_one * weights[1])
+        by_time = at_tasks(graph, optimizer, on_cpu)
+        assert by_time[-2] - by_time[-1] == (most if not on_cpu else most - one_by_one * weights[1])
 
 
 def test_an_optimizer_may_be_given_by_how_much_it_keeps() -> None:
     assert optimizer_memory("3").states == 3
     graph = network("mlp").graph
-    kept = {name: at_moments(graph, name, on_cpu=True)[0] for name in ("1", "momentum", "3")}
+    kept = {name: at_tasks(graph, name, on_cpu=True)[0] for name in ("1", "momentum", "3")}
     assert kept["1"] == kept["momentum"] < kept["3"]
 
 
 def test_cuda_rounds_every_tensor_up() -> None:
     graph = capture(nn.Sequential(nn.Linear(3, 5)), _zeros(2, 3))
-    cpu, cuda = (at_moments(graph, "sgd", on_cpu) for on_cpu in (True, False))
+    cpu, cuda = (at_tasks(graph, "sgd", on_cpu) for on_cpu in (True, False))
     assert cpu[0] == 4 * (15 + 5 + 6 + 10)
     assert cuda[0] == 4 * 512  # weight, bias, inputs, result
 
@@ -203,7 +202,11 @@ def _zeros(*shape: int) -> tuple[Tensor]:
 def test_moments_have_names() -> None:
     names = ("a", "b")
     moments = Moments(2)
-    told = [moments.text(time, names) for time in range(moments.end)]
+    told = [moments.text(point, names) for point in range(1, moments.end, 2)]
+    assert told == [moments.text(point - 1, names) for point in range(1, moments.end, 2)]  # what travels before a task
+    points = [*map(moments.forward, (0, 1)), moments.delivery, moments.loss, *map(moments.backward, (1, 0))]
+    assert [*points, *map(moments.update, (0, 1))] == list(range(1, moments.end, 2))
+    assert moments.passed == moments.backward(0) + 1
     assert told == [
         "in the forward of a",
         "in the forward of b",
