@@ -37,24 +37,25 @@ Within = Mapping[str, frozenset[tuple[object, ...]]] | None
 def folded(
     nodes: Sequence[NodeParts],
     edges: Sequence[EdgeParts],
-    strategies: Sequence[Sequence[Strategy]],
+    strategies: Sequence[Sequence[tuple[Strategy, bool]]],
     devices: int,
     inside: frozenset[int] = frozenset(),
 ) -> tuple[list[NodeParts], list[EdgeParts], list[list[int]]]:
     """Parts with one option per arrangement, and per layer the options that stand for them.
 
     Args:
-        strategies: of every option, per layer; the delivery, the last node, has none.
+        strategies: of every option, per layer, and whether it pays for what like readers share; the delivery, the last
+            node, has none.
         inside: layers that count by their share of the devices only.
     """
     groups: list[Groups] = []
     for options in strategies:  # those that differ in the position of their block only
         alike: dict[tuple[object, ...], list[int]] = {}
-        for k, one in enumerate(options):
-            alike.setdefault(one.key, []).append(k)
+        for k, (one, pays) in enumerate(options):
+            alike.setdefault((one.key, pays), []).append(k)
         groups.append([np.array(group) for group in alike.values()])
     shares = [
-        np.array([len(options[group[0]].devices) / devices for group in own])
+        np.array([len(options[group[0]][0].devices) / devices for group in own])
         for options, own in zip(strategies, groups, strict=True)
     ]
     groups += [[np.array([0])]] * (len(nodes) - len(groups))

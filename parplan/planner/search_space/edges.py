@@ -1,9 +1,10 @@
 """Transfers between layers, per pair of options: the edges of the problem, by how roles move the values on them.
 
-A value that several layers take in one layout is moved there once (lowering/placement.py): the first of them pays for
-the value's way to it, each later one for its way on from there, nothing where it wants the value as the first does.
-Where the maker has one strategy, later readers pay for the way from the maker, so a given plan is priced exactly. In
-passes each reader pays.
+A value that like readers (query, key and value; gate and up) take in one layout is moved there once
+(lowering/placement.py): the first of them pays for the value's way to it, each other for its way on from there, nothing
+where it wants the value as the first does. Where the maker has one strategy, the others pay for the way from the maker,
+so a given plan is priced exactly. Readers that are not alike pay each, and so do those in branches at the same time;
+where plans with and without such branches are bounded, like readers have options for both (`Choice.pays`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from parplan.layout import Layout
 from parplan.lowering.stages import Stage, keeps_apart
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme
-from parplan.planner.search_space.options import LaterReaders, Option, arrival_layout, of_pass
+from parplan.planner.search_space.options import LikeReaders, Option, arrival_layout, of_pass
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.step_time import EdgeParts
 from parplan.planner.solver.problem import FloatArray
@@ -36,7 +37,7 @@ def edge_parts(
     graph: LayerGraph,
     cluster: Cluster,
     costs: CostModel,
-    later: LaterReaders,
+    like: LikeReaders,
     names: Sequence[str],
     position: Mapping[str, int],
     options: Sequence[Sequence[Option]],
@@ -64,7 +65,7 @@ def edge_parts(
             continue
         look()
         a, b = position[source], position[target]
-        own = [value for value in values if target not in later.get(value, {})]
+        own = [value for value in values if target not in like.get(value, {})]
         times = 1 if fold is None else fold.times.get(target, 1)
         parts: list[tuple[int, int, list[str], int, int | None]] = [(a, b, own, times, None)]
         if fold is not None and shape.in_roles and times > 1 and source in fold.first_block:
@@ -82,13 +83,18 @@ def edge_parts(
                 barred = _barred(graph, source, target, options[one], options[other])
                 edge = replace(edge, allowed=np.where(barred, np.inf, edge.allowed))
             add(replace(edge.scaled(often), backward_of=back))
-    for value, every in later.items():
+    for value, every in like.items():
         leaders = {target: source for target, source in every.items() if target in nodes}
         for target, source in leaders.items():
             once = _on_from(graph, cluster, costs, leaders, value, target, by_name)
             times = 1 if fold is None else fold.times.get(target, 1)
-            free = np.zeros_like(once[0])
-            add(EdgeParts(position[source], position[target], free, once).scaled(times))
+            pays = np.array([option.pays for option in by_name[target]])
+            add(EdgeParts(position[source], position[target], np.zeros_like(once[0]), once).scaled(times * ~pays))
+            if pays.any() and value in graph.producer:
+                maker = graph.producer[value]
+                wanted = {value: [graph.layers[target].layout(value, option.strategy) for option in by_name[target]]}
+                ends, roles = (position[maker], position[target]), [option.role for option in by_name[target]]
+                add(_edge(graph, costs, ends, wanted, roles, maker, by_name[maker], shape).scaled(times * pays))
     delivered: dict[str, list[str]] = {}
     for result in dict.fromkeys(graph.user_outputs):
         if isinstance(result, str) and result in graph.producer:
@@ -192,17 +198,17 @@ def _on_from(
     target: str,
     options: Mapping[str, Sequence[Option]],
 ) -> tuple[FloatArray, FloatArray]:
-    """Seconds, forward and back, to bring `value` to `target` when its first reader has it."""
+    """Seconds, forward and back, to bring `value` to `target` when the first of its like readers has it."""
     maker, first = graph.producer.get(value), leaders[target]
-    readers = [first, *(name for name, leader in leaders.items() if leader == first)]
-    wanted = {name: [graph.layers[name].layout(value, own.strategy) for own in options[name]] for name in readers}
+    alike = [first, *(name for name, leader in leaders.items() if leader == first)]
+    wanted = {name: [graph.layers[name].layout(value, own.strategy) for own in options[name]] for name in alike}
     if maker is None:
         homes = {arrival_layout(graph, cluster, value)}
     else:
         homes = {graph.layers[maker].layout(value, option.strategy) for option in options[maker]}
     given = [*homes] * len(wanted[first]) if len(homes) == 1 else wanted[first]
     moved = costs.transfer_matrix(graph.values[value], given, wanted[target])
-    decided = {wanted[name][0] for name in readers[1 : readers.index(target)] if len(set(wanted[name])) == 1}
+    decided = {wanted[name][0] for name in alike[1 : alike.index(target)] if len(set(wanted[name])) == 1}
     there = equal(wanted[first], wanted[target]) | np.array([layout in decided for layout in wanted[target]])
     return np.where(there, 0.0, moved.forward_s), np.where(there, 0.0, moved.backward_s)
 

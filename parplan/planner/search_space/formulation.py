@@ -24,7 +24,7 @@ from parplan.lowering.stages import Stage
 from parplan.plan import Strategy
 from parplan.planner.search_space.any_block import folded
 from parplan.planner.search_space.edges import edge_parts, equal
-from parplan.planner.search_space.options import Option, later_readers, node_parts, priced_option
+from parplan.planner.search_space.options import LikeReaders, Option, like_readers, node_parts, priced_option
 from parplan.planner.search_space.shape import ONE_PASS, Choice, Placement, Shape, choices, role_rows
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
@@ -130,18 +130,18 @@ def formulate(
     kept = fold.kept if fold is not None else {name: name for name in graph.layers}
     names = tuple(dict.fromkeys(kept.values()))
     shape = replace(shape, homes=_homes_of(kept, shape), inside=frozenset(kept[name] for name in shape.inside))
-    later = later_readers(graph, shape)
+    like = like_readers(graph, shape)
     options: list[tuple[Option, ...]] = []
     for name in names:
         look()
         layer = graph.layers[name]
-        own = _choices(graph, layer, candidates[name], shape, strict)
-        options.append(tuple(priced_option(graph, cluster, costs, later, layer, one, shape) for one in own))
+        own = _choices(graph, like, layer, candidates[name], shape, strict)
+        options.append(tuple(priced_option(graph, cluster, costs, like, layer, one, shape) for one in own))
         if on_layer:
             on_layer(len(options), len(names))
     place = {name: index for index, name in enumerate(names)}
     layers = {name: place[other] for name, other in kept.items()}
-    edges = edge_parts(graph, cluster, costs, later, names, layers, options, shape, fold, look)
+    edges = edge_parts(graph, cluster, costs, like, names, layers, options, shape, fold, look)
     if strict:
         edges = [_r4(edge, graph, names, options) for edge in edges]
     own_parts = [node_parts(own, shape) for own in options]
@@ -153,7 +153,7 @@ def formulate(
     if not shape.average:
         edges += _placements(own_parts, phases, options, shape)
     else:
-        known = [[option.strategy for option in own] for own in options]
+        known = [[(option.strategy, option.pays) for option in own] for own in options]
         inside = frozenset(place[name] for name in shape.inside)
         own_parts, edges, least = folded(own_parts, edges, known, cluster.count, inside)
         options = [tuple(own[k] for k in some) for own, some in zip(options, least, strict=True)]
@@ -183,9 +183,10 @@ def formulate(
 
 
 def _choices(
-    graph: LayerGraph, layer: Layer, candidates: Sequence[Strategy], shape: Shape, strict: bool
+    graph: LayerGraph, like: LikeReaders, layer: Layer, candidates: Sequence[Strategy], shape: Shape, strict: bool
 ) -> tuple[Choice, ...]:
-    """The choices of a layer.
+    """The choices of a layer; for a bound over plans with and without branches at the same time those of like readers
+    in branches twice, to share what they read or to pay for it.
 
     Raises:
         InfeasibleShape: it has none.
@@ -194,6 +195,8 @@ def _choices(
     own = tuple(one for one in own if not (strict and layer.is_loss and one.strategy.shards > 1))  # R7
     if not own:
         raise InfeasibleShape(layer.name)
+    if shape.average and any({layer.name, every.get(layer.name)} <= shape.in_branches for every in like.values()):
+        own += tuple(replace(one, pays=True) for one in own)
     return own
 
 
@@ -245,12 +248,18 @@ def _counted_often(
 def _ties(fold: Fold, place: Mapping[str, int], options: Sequence[Sequence[Option]]) -> list[EdgeParts]:
     """Edges by which layers that are alike have the same strategy, all but those of the first block in the same role.
 
-    What begins the passes may be in the first block. Branches of all copies are at the same time, or none are.
+    What begins the passes may be in the first block. Branches of all copies are at the same time, or none are, so like
+    readers in them share or pay alike.
     """
     ties = []
     for alike in fold.alike:
         for first, ends in zip((True, False), pairwise(place[name] for name in alike), strict=True):
-            known, again = ([(o.strategy, o.placement, None if first else o.role) for o in options[v]] for v in ends)
+            # The first copy of all that read a value has nobody to share with.
+            both = all({o.pays for o in options[v]} == {False, True} for v in ends)
+            known, again = (
+                [(o.strategy, o.placement, both and o.pays, None if first else o.role) for o in options[v]]
+                for v in ends
+            )
             same = np.where(equal(known, again), 0.0, np.inf)
             zero = np.zeros_like(same)
             ties.append(EdgeParts(*ends, same, (zero, zero)))
@@ -322,7 +331,7 @@ def _strict_rules(graph: LayerGraph, names: Sequence[str], options: Sequence[Seq
 
 
 def _r4(edge: EdgeParts, graph: LayerGraph, names: Sequence[str], options: Sequence[Sequence[Option]]) -> EdgeParts:
-    """R4: pairs of replica counts that do not divide are forbidden (not before the delivery)."""
+    """R4: pairs of replica counts that do not divide are forbidden (not before the delivery, nor of like readers)."""
     if edge.target >= len(options) or not graph.digraph.has_edge(names[edge.source], names[edge.target]):
         return edge
     ends = [np.array([o.strategy.replicas for o in options[index]]) for index in (edge.source, edge.target)]

@@ -19,11 +19,11 @@ from parplan.planner.search_space.shape import Choice, Shape
 from parplan.planner.search_space.step_time import NodeParts
 
 __all__ = [
-    "LaterReaders", "Option", "arrival_layout", "later_readers", "node_parts", "of_pass", "priced_option",
+    "LikeReaders", "Option", "arrival_layout", "like_readers", "node_parts", "of_pass", "priced_option",
 ]  # fmt: skip
 
-LaterReaders = Mapping[str, Mapping[str, str]]
-"""Per value, the layers that read it after another one, and the first that does."""
+LikeReaders = Mapping[str, Mapping[str, str]]
+"""Per value, the layers that read it as an earlier layer of their kind does, and the first such layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Option(Choice):
 
 
 def priced_option(
-    graph: LayerGraph, cluster: Cluster, costs: CostModel, later: LaterReaders, layer: Layer, own: Choice, shape: Shape
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, like: LikeReaders, layer: Layer, own: Choice, shape: Shape
 ) -> Option:
     strategy, inside = own.strategy, own.role is Stage.PASSES
     reduce_s = costs.reduction(layer, strategy)
@@ -68,7 +68,7 @@ def priced_option(
             layer.layout(v, strategy),
         )
         for v in layer.inputs
-        if v in graph.user_inputs and layer.name not in later.get(v, {})
+        if v in graph.user_inputs and (own.pays or layer.name not in like.get(v, {}))
     )
     return Option(
         **vars(own),
@@ -132,13 +132,18 @@ def _batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph
     return moved.forward_s + costs.step.batch_norm_s / 2
 
 
-def later_readers(graph: LayerGraph, shape: Shape) -> LaterReaders:
-    """The layers that read a value after another one, such as key and value after query: in shapes of one pass."""
-    first: dict[str, str] = {}
+def like_readers(graph: LayerGraph, shape: Shape) -> LikeReaders:
+    """Which layers of one kind read the same value, such as query, key and value.
+
+    Of shapes in one pass, and not in branches that may run at the same time, unless plans are bounded.
+    """
+    apart = shape.in_branches if not shape.average else frozenset[str]()
+    first: dict[tuple[str, str], str] = {}
     found: dict[str, dict[str, str]] = {}
     for name, layer in graph.layers.items() if not shape.in_roles else ():
         for value in dict.fromkeys(layer.inputs):
-            leader = first.setdefault(value, name)
-            if leader != name and (value in graph.producer or value in graph.user_inputs):
+            leader = first.setdefault((value, layer.kind), name)
+            moved = value in graph.producer or value in graph.user_inputs
+            if leader != name and moved and not {name, leader} <= apart:
                 found.setdefault(value, {})[name] = leader
     return found

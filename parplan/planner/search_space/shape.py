@@ -95,13 +95,16 @@ ONE_PASS = Shape()
 class Choice:
     """A strategy of a layer in a role, and the placement of its phase that it belongs to; None: one after another.
 
-    Where passes of any replica counts are bounded, `because` is the feeding layer that gives it the role.
+    Where passes of any replica counts are bounded, `because` is the feeding layer that gives it the role. Where plans
+    with and without branches at the same time are bounded, `pays` is whether it brings itself what an earlier layer of
+    its kind reads, as in branches.
     """
 
     strategy: Strategy
     role: Stage = Stage.BEFORE
     placement: int | None = None
     because: str | None = None
+    pays: bool = False
 
 
 def choices(graph: LayerGraph, layer: Layer, strategies_: Sequence[Strategy], shape: Shape) -> tuple[Choice, ...]:
