@@ -1,10 +1,7 @@
 """Transfers between layers, per pair of options: the edges of the problem, by how roles move the values on them.
 
-A value that like readers (query, key and value; gate and up) take in one layout is moved there once
-(lowering/placement.py): the first of them pays for the value's way to it, each other for its way on from there, nothing
-where it wants the value as the first does. Where the maker has one strategy, the others pay for the way from the maker,
-so a given plan is priced exactly. Readers that are not alike pay each, and so do those in branches at the same time;
-where plans with and without such branches are bounded, like readers have options for both (`Choice.pays`).
+A value that several layers take in one layout is moved there once: where one of them may reuse the transfer of another,
+the seconds are on the edge to the node that says so (transfer_reuse.py), and count at the layer that reads.
 """
 
 from __future__ import annotations
@@ -25,85 +22,92 @@ from parplan.layout import Layout
 from parplan.lowering.stages import Stage, keeps_apart
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme
-from parplan.planner.search_space.options import LikeReaders, Option, arrival_layout, of_pass
+from parplan.planner.search_space.options import Option, of_pass
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.step_time import EdgeParts
-from parplan.planner.solver.problem import FloatArray
+from parplan.planner.search_space.transfer_reuse import TransferReuse
 
-__all__ = ["delivery_layout", "edge_parts", "equal"]
+__all__ = ["delivered", "delivery_layout", "edge_parts", "equal"]
 
 
 def edge_parts(
     graph: LayerGraph,
     cluster: Cluster,
     costs: CostModel,
-    like: LikeReaders,
+    reused: Mapping[tuple[int, str], TransferReuse],
     names: Sequence[str],
     position: Mapping[str, int],
     options: Sequence[Sequence[Option]],
     shape: Shape,
+    strict: bool = False,
     fold: Fold | None = None,
     look: Callable[[], None] = lambda: None,
 ) -> list[EdgeParts]:
     """Transfers between the layers that are nodes, each as often as they stand for others.
 
     Args:
+        reused: nodes that say whose transfer of a value is reused, by reader and value.
         names: of the nodes.
         position: the node of every layer, or of the one that stands for it.
+        strict: R4: pairs of replica counts that do not divide are forbidden.
         look: called before every edge.
     """
     found: dict[tuple[int, int, int | None], EdgeParts] = {}
 
-    def add(edge: EdgeParts) -> None:
-        known = found.get((edge.source, edge.target, edge.backward_of))
-        found[edge.source, edge.target, edge.backward_of] = edge if known is None else known.added(edge)
+    def add(value: str, maker: str, given: int, reader: int, times: int, counted_at: int | None = None) -> None:
+        """The edge of a value from a node to a reader, the delivery behind the last layer, so many times."""
+        reuse, source = reused.get((reader, value)), options[given]
+        layer = graph.layers[names[reader]] if reader < len(names) else None
+        if layer is None:
+            layouts, roles, target = [delivery_layout(graph, cluster, value)], [Stage.AFTER], None
+        else:
+            target = [options[reader][k] for k in reuse.standing] if reuse is not None else options[reader]
+            layouts = [layer.layout(value, option.strategy) for option in target]
+            roles = [option.role for option in target]
+        if reuse is not None and layer is None:
+            layouts, roles = layouts * len(reuse.source), roles * len(reuse.source)
+        ends = given, reader if reuse is None else reuse.node
+        edge = _edge(graph, costs, ends, {value: layouts}, roles, maker, source, shape)
+        if layer is not None and target is not None and (shape.any_passes or strict):
+            barred = _barred(graph, maker, layer.name, source, target) if shape.any_passes else False
+            r4 = _indivisible(source, target) if strict else False
+            edge = replace(edge, allowed=np.where(barred | r4, np.inf, edge.allowed))
+        at = counted_at if counted_at is not None else None if reuse is None else reader
+        edge = replace(edge.scaled(times if reuse is None else times * reuse.moved), reader=at)
+        known = found.get((edge.source, edge.target, at))
+        found[edge.source, edge.target, at] = edge if known is None else known.added(edge)
 
     nodes = frozenset(names)
-    by_name = {name: options[index] for name, index in position.items()}
-    for source, target, values in graph.digraph.edges(data="values"):
+    for maker, target, values in graph.digraph.edges(data="values"):
         if target not in nodes:
             continue
         look()
-        a, b = position[source], position[target]
-        own = [value for value in values if target not in like.get(value, {})]
-        times = 1 if fold is None else fold.times.get(target, 1)
-        parts: list[tuple[int, int, list[str], int, int | None]] = [(a, b, own, times, None)]
-        if fold is not None and shape.in_roles and times > 1 and source in fold.first_block:
-            # What begins the passes may be in the first block. The blocks behind the second take from one like
-            # themselves: as the last one does, but in the backward of their own.
-            middle, last = position[fold.first_block[source]], position[fold.last[target]]
-            handed = [value for value in own if value not in graph.layers[fold.last[target]].inputs]
-            common = [value for value in own if value not in handed]
-            parts = [(a, b, common, times, None), (a, b, handed, 1, None), (middle, last, handed, times - 1, b)]
-        for one, other, values, often, back in parts:
-            wanted = {v: [graph.layers[target].layout(v, o.strategy) for o in options[other]] for v in values}
-            roles = [option.role for option in options[other]]
-            edge = _edge(graph, costs, (one, other), wanted, roles, source, options[one], shape)
-            if shape.any_passes:
-                barred = _barred(graph, source, target, options[one], options[other])
-                edge = replace(edge, allowed=np.where(barred, np.inf, edge.allowed))
-            add(replace(edge.scaled(often), backward_of=back))
-    for value, every in like.items():
-        leaders = {target: source for target, source in every.items() if target in nodes}
-        for target, source in leaders.items():
-            once = _on_from(graph, cluster, costs, leaders, value, target, by_name)
+        a, b = position[maker], position[target]
+        for value in values:
             times = 1 if fold is None else fold.times.get(target, 1)
-            pays = np.array([option.pays for option in by_name[target]])
-            add(EdgeParts(position[source], position[target], np.zeros_like(once[0]), once).scaled(times * ~pays))
-            if pays.any() and value in graph.producer:
-                maker = graph.producer[value]
-                wanted = {value: [graph.layers[target].layout(value, option.strategy) for option in by_name[target]]}
-                ends, roles = (position[maker], position[target]), [option.role for option in by_name[target]]
-                add(_edge(graph, costs, ends, wanted, roles, maker, by_name[maker], shape).scaled(times * pays))
-    delivered: dict[str, list[str]] = {}
-    for result in dict.fromkeys(graph.user_outputs):
-        if isinstance(result, str) and result in graph.producer:
-            delivered.setdefault(graph.producer[result], []).append(result)
-    for maker, results in delivered.items():
-        a, b = position[maker], len(names)
-        wanted = {value: [delivery_layout(graph, cluster, value)] for value in results}
-        add(_edge(graph, costs, (a, b), wanted, [Stage.AFTER], maker, options[a], shape))
-    return list(found.values())
+            if fold is None or times == 1:
+                add(value, maker, a, b, 1)
+                continue
+            last = graph.layers[fold.last[target]]
+            if value in last.inputs:  # all copies read the same value
+                add(value, maker, a, b, 1)
+            elif shape.in_roles and maker in fold.first_block:
+                # What begins the passes may be in the first block. The blocks behind the second take from one like
+                # themselves: as the last one does, but in the backward of their own.
+                add(value, maker, a, b, 1)
+                handed = last.inputs[graph.layers[target].inputs.index(value)]
+                add(handed, graph.producer[handed], position[fold.first_block[maker]], position[last.name], times - 1, b)
+            else:
+                add(value, maker, a, b, times)
+    for result in delivered(graph):
+        add(result, graph.producer[result], position[graph.producer[result]], len(names), 1)
+    return [*found.values(), *(edge for reuse in reused.values() for edge in reuse.edges())]
+
+
+def delivered(graph: LayerGraph) -> list[str]:
+    """Results that layers make, each once."""
+    results = (value for value in dict.fromkeys(graph.user_outputs) if isinstance(value, str))
+    return [value for value in results if value in graph.producer]
 
 
 def _edge(
@@ -189,28 +193,11 @@ def pass_matrix(
     return TransferMatrix(forward, backward)
 
 
-def _on_from(
-    graph: LayerGraph,
-    cluster: Cluster,
-    costs: CostModel,
-    leaders: Mapping[str, str],
-    value: str,
-    target: str,
-    options: Mapping[str, Sequence[Option]],
-) -> tuple[FloatArray, FloatArray]:
-    """Seconds, forward and back, to bring `value` to `target` when the first of its like readers has it."""
-    maker, first = graph.producer.get(value), leaders[target]
-    alike = [first, *(name for name, leader in leaders.items() if leader == first)]
-    wanted = {name: [graph.layers[name].layout(value, own.strategy) for own in options[name]] for name in alike}
-    if maker is None:
-        homes = {arrival_layout(graph, cluster, value)}
-    else:
-        homes = {graph.layers[maker].layout(value, option.strategy) for option in options[maker]}
-    given = [*homes] * len(wanted[first]) if len(homes) == 1 else wanted[first]
-    moved = costs.transfer_matrix(graph.values[value], given, wanted[target])
-    decided = {wanted[name][0] for name in alike[1 : alike.index(target)] if len(set(wanted[name])) == 1}
-    there = equal(wanted[first], wanted[target]) | np.array([layout in decided for layout in wanted[target]])
-    return np.where(there, 0.0, moved.forward_s), np.where(there, 0.0, moved.backward_s)
+def _indivisible(given: Sequence[Option], wanted: Sequence[Option]) -> NDArray[np.bool_]:
+    """Pairs of replica counts that R4 forbids."""
+    ends = [np.array([option.strategy.replicas for option in own]) for own in (given, wanted)]
+    broken: NDArray[np.bool_] = ends[0][:, None] % ends[1][None, :] != 0
+    return broken
 
 
 def equal(one: Sequence[Hashable], other: Sequence[Hashable]) -> NDArray[np.bool_]:
