@@ -96,7 +96,9 @@ def edge_parts(
                 # themselves: as the last one does, but in the backward of their own.
                 add(value, maker, a, b, 1)
                 handed = last.inputs[graph.layers[target].inputs.index(value)]
-                add(handed, graph.producer[handed], position[fold.first_block[maker]], position[last.name], times - 1, b)
+                add(
+                    handed, graph.producer[handed], position[fold.first_block[maker]], position[last.name], times - 1, b
+                )
             else:
                 add(value, maker, a, b, times)
     for result in delivered(graph):

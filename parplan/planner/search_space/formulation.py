@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel, Held, Moments
@@ -77,7 +77,7 @@ class Formulation:
         count, arrangements = len(self.options), [[one.strategy.arrangement for one in own] for own in self.options]
         ends = ((e.source, e.target if e.target < count else e.counted_at) for e in self.parts.edges)
         return tuple(
-            Edge(source, target, self.times(target) * ~equal(arrangements[source], arrangements[target]))
+            Edge(source, target, np.where(equal(arrangements[source], arrangements[target]), 0.0, self.times(target)))
             for source, target in dict.fromkeys(ends)
             if target < count
         )
@@ -93,10 +93,10 @@ class Formulation:
             own.index((strategies[name], roles[name] if roles else None))
             for name, own in zip(self.names, known, strict=False)
         ]
-        return tuple(map(int, self.followed((*picked, *[0] * (len(self.problem.nodes) - len(picked))))))
+        return tuple(self.followed((*picked, *[0] * (len(self.problem.nodes) - len(picked)))))
 
-    def followed(self, choice: Sequence[int | NDArray[np.intp]]) -> list[int | NDArray[np.intp]]:
-        """The choice, or several at once where nodes have arrays, with the nodes that follow from the layers' options."""
+    def followed(self, choice: Sequence[Any]) -> list[Any]:
+        """The choice, or several at once where nodes have arrays, with those nodes that follow from layers' options."""
         result = list(choice)
         for reuse in self.reused:
             result[reuse.node] = reuse.option(choice)
@@ -154,9 +154,8 @@ def formulate(
     shape = replace(shape, homes=_homes_of(kept, shape), inside=frozenset(kept[name] for name in shape.inside))
     chosen = [_choices(graph, graph.layers[name], candidates[name], shape, strict) for name in names]
     place = {name: index for index, name in enumerate(names)}
-    placements = 0 if shape.average else len(shape.homes)
     reads = list(_reads(graph, cluster, names, chosen, shape, strict, fold)) if cluster.count > 1 else []
-    reused = reuses(reads, len(names) + 1 + placements)
+    reused = reuses(reads, len(names) + 1 + (0 if shape.average else len(shape.homes)))
     options: list[tuple[Option, ...]] = []
     for v, (name, choices_) in enumerate(zip(names, chosen, strict=True)):
         look()
@@ -175,8 +174,7 @@ def formulate(
     phases = [[[place[name] for name in branch] for branch, _ in phase[0]] for phase in shape.homes]
     if not shape.average:
         edges += _placements(own_parts, phases, options, shape)
-    for reuse in reused.values():
-        own_parts.append(_reuse_parts(graph, cluster, costs, names, own_parts, options, shape, reuse))
+    own_parts += [_reuse_parts(graph, cluster, costs, names, own_parts, options, shape, one) for one in reused.values()]
     if shape.average:
         inside = frozenset(place[name] for name in shape.inside)
         own_parts, edges, least = folded(own_parts, edges, _forms(options, reused.values()), cluster.count, inside)
@@ -187,7 +185,11 @@ def formulate(
     # The devices that are followed hold at least as much as any other of their kind.
     lanes = () if shape.average else shape.lanes
     node_s, edge_s, maxima = assembled(parts)
-    others = [DELIVERY, *["(placement)"] * placements, *["(transfer reused)"] * len(reused)]
+    others = [
+        DELIVERY,
+        *["(placement)"] * (len(node_s) - len(names) - 1 - len(reused)),
+        *["(transfer reused)"] * len(reused),
+    ]
     usages = [tuple(one for number, lane in enumerate(lanes) for one in _usages(own, lane, number)) for own in options]
     usages += [()] * len(others)
     problem = Problem(
@@ -203,8 +205,9 @@ def formulate(
         ),
         maxima=maxima,
     )
-    follow = () if shape.average else tuple(reused.values())
-    return Formulation(problem, (*names, DELIVERY), tuple(options), parts, fold, follow)
+    return Formulation(
+        problem, (*names, DELIVERY), tuple(options), parts, fold, () if shape.average else tuple(reused.values())
+    )
 
 
 def _choices(
@@ -263,9 +266,7 @@ def _reuse_parts(
     return reuse.parts(nodes[reuse.reader], seconds, inside)
 
 
-def _forms(
-    options: Sequence[Sequence[Option]], reused: Collection[TransferReuse]
-) -> list[list[tuple[Hashable, int]]]:
+def _forms(options: Sequence[Sequence[Option]], reused: Collection[TransferReuse]) -> list[list[tuple[Hashable, int]]]:
     """Of every option of every node, all that does not depend on where its devices are, and their number."""
     layers: list[list[tuple[Hashable, int]]] = [
         [(one.strategy.key, len(one.strategy.devices)) for one in own] for own in options
@@ -330,9 +331,7 @@ def _ties(fold: Fold, place: Mapping[str, int], options: Sequence[Sequence[Optio
     ties = []
     for alike in fold.alike:
         for first, ends in zip((True, False), pairwise(place[name] for name in alike), strict=True):
-            known, again = (
-                [(o.strategy, o.placement, None if first else o.role) for o in options[v]] for v in ends
-            )
+            known, again = ([(o.strategy, o.placement, None if first else o.role) for o in options[v]] for v in ends)
             same = np.where(equal(known, again), 0.0, np.inf)
             zero = np.zeros_like(same)
             ties.append(EdgeParts(*ends, same, (zero, zero)))

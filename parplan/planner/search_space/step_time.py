@@ -120,7 +120,7 @@ class EdgeParts:
         """The node in whose forward and backward the seconds count."""
         return self.target if self.reader is None else self.reader
 
-    def scaled(self, times: int | NDArray[np.int_]) -> EdgeParts:
+    def scaled(self, times: int | FloatArray) -> EdgeParts:
         """Parts of so many equal edges, for each option of the target if it is an array."""
         moved = {name: getattr(self, name) for name in self.MOVED}
         more: dict[str, Any] = {

@@ -14,12 +14,13 @@ then count a transfer twice. Of a given plan, each layer of which wants one layo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from parplan.layout import Layout
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts
 from parplan.planner.solver.problem import FloatArray
 
@@ -38,14 +39,14 @@ class Read:
     Args:
         value: its name.
         reader: the node.
-        wants: per option, what has to be equal for a transfer to be reused.
+        wants: per option, the layout and whether one pass's samples: both have to be equal for a transfer to be reused.
         groups: per option, what else its role in the plan depends on.
         first: the node of the reader's copy in the first of equal blocks, if it has one.
     """
 
     value: str
     reader: int
-    wants: Sequence[Hashable]
+    wants: Sequence[tuple[Layout, bool]]
     groups: Sequence[Hashable]
     first: int | None = None
 
@@ -76,7 +77,7 @@ class TransferReuse:
     @property
     def moved(self) -> FloatArray:
         """1 for every option in which the value is moved, else 0."""
-        return (self.source == len(self.earlier)).astype(float)
+        return np.where(self.source == len(self.earlier), 1.0, 0.0)
 
     def option(self, choice: Sequence[int | Ints]) -> int | Ints:
         """The option that follows from the readers' options; of several choices at once where some are arrays."""
@@ -136,12 +137,10 @@ def _looked_at(readers: Sequence[Read], place: int) -> list[Read]:
     before, own = readers[:place], readers[place]
     if len(readers) <= EVERY_READER:
         return list(before)
-    decided: dict[Hashable, Read] = {}
-    for other in before:
-        if len(set(other.wants)) == 1:
-            decided.setdefault(other.wants[0], other)
-    kept = {id(other) for other in (before[:1], *([one] for one in decided.values())) for other in other}
-    return [other for other in before if id(other) in kept or other.reader == own.first]
+    return [
+        other for other in before
+        if other is before[0] or other.reader == own.first or len({layout for layout, _ in other.wants}) == 1
+    ]  # fmt: skip
 
 
 def _reuse(read: Read, earlier: Sequence[Read], node: int) -> TransferReuse:
@@ -150,15 +149,18 @@ def _reuse(read: Read, earlier: Sequence[Read], node: int) -> TransferReuse:
     groups: dict[Hashable, int] = {}
     group = np.array([groups.setdefault(one, len(groups)) for one in zip(read.wants, read.groups, strict=True)])
     options: list[tuple[int, int]] = []
-    for standing in (int(np.flatnonzero(group == number)[0]) for number in range(len(groups))):
-        own = wanted[-1][standing]
+    for first in (int(np.flatnonzero(group == number)[0]) for number in range(len(groups))):
+        own = wanted[-1][first]
         for place, one in enumerate(wanted[:-1]):
             if (one == own).any():
-                options.append((standing, place))
+                options.append((first, place))
             if (one == own).all():
                 break
         else:
-            options.append((standing, len(earlier)))
-    standing_, source = np.array(options).T
-    others = tuple(other.reader for other in earlier)
-    return TransferReuse(node, read.value, read.reader, others, tuple(wanted), group, standing_, source)
+            options.append((first, len(earlier)))
+    standing, source = np.array(options).T
+    used = sorted(set(source.tolist()) - {len(earlier)})
+    others, kept = tuple(earlier[place].reader for place in used), tuple(wanted[place] for place in (*used, -1))
+    return TransferReuse(
+        node, read.value, read.reader, others, kept, group, standing, np.searchsorted([*used, len(earlier)], source)
+    )
