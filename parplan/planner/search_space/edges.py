@@ -1,13 +1,22 @@
 """Transfers between layers, per pair of options: the edges of the problem, by how roles move the values on them.
 
-A value that several layers take in one layout is moved there once: where one of them may reuse the transfer of another,
-the seconds are on the edge to the node that says so (transfer_reuse.py), and count at the layer that reads.
+A value is moved once per layout, however many layers read it (lowering/placement.py). The first reader pays for its
+transfer. For every later one that may want the value in the same layout as an earlier one, the problem has one more
+node: an option of it is what the reader wants, with the first reader before that wants the same, whose transfer is
+reused, or none. The readers' options fix it:
+
+    maker - node             seconds of the transfer, counted at the reader; 0 where another one is reused
+    reader - node            the option is what the reader wants
+    earlier reader - node    it wants the same where its transfer is reused, something else where a later one's or none
+
+Of a value with more than `EVERY_READER` readers only some earlier ones are looked at, where they have a choice: T may
+then count a transfer twice. Of a given plan, each layer of which wants one layout, all are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,11 +32,98 @@ from parplan.lowering.stages import Stage, keeps_apart
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme
 from parplan.planner.search_space.options import Option, of_pass
-from parplan.planner.search_space.shape import Shape
-from parplan.planner.search_space.step_time import EdgeParts
-from parplan.planner.search_space.transfer_reuse import TransferReuse
+from parplan.planner.search_space.shape import Choice, Shape
+from parplan.planner.search_space.step_time import EdgeParts, NodeParts
+from parplan.planner.solver.problem import FloatArray
 
-__all__ = ["delivered", "delivery_layout", "edge_parts", "equal"]
+__all__ = ["TransferReuse", "delivery_layout", "edge_parts", "equal", "reuses"]
+
+EVERY_READER = 3
+"""Readers of a value up to which each may reuse the transfer of any earlier one."""
+
+Ints = NDArray[np.intp]
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A value that a node reads.
+
+    Args:
+        value: its name.
+        reader: the node.
+        wants: per option, the layout and whether one pass's samples: both have to be equal for a transfer to be reused.
+        groups: per option, what else its role in the plan depends on.
+        first: the node of the reader's copy in the first of equal blocks, if it has one.
+    """
+
+    value: str
+    reader: int
+    wants: Sequence[tuple[Layout, bool]]
+    groups: Sequence[Hashable]
+    first: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TransferReuse:
+    """The node that says, for a later reader of a value, whose transfer is reused.
+
+    Args:
+        node: its place.
+        earlier: readers whose transfers may be reused, in order.
+        wanted: per option of each of them and of the reader, a number for what is wanted.
+        group: per option of the reader, a number for what it wants and needs besides.
+        standing: per option of the node, the reader's option that stands for it.
+        source: per option of the node, the place in `earlier` of the reader whose transfer is reused; behind the last
+            where the value is moved.
+    """
+
+    node: int
+    value: str
+    reader: int
+    earlier: tuple[int, ...]
+    wanted: tuple[Ints, ...]
+    group: Ints
+    standing: Ints
+    source: Ints
+
+    @property
+    def moved(self) -> FloatArray:
+        """1 for every option in which the value is moved, else 0."""
+        return np.where(self.source == len(self.earlier), 1.0, 0.0)
+
+    def option(self, choice: Sequence[int | Ints]) -> int | Ints:
+        """The option that follows from the readers' options; of several choices at once where some are arrays."""
+        own, source = self.wanted[-1][choice[self.reader]], np.array(len(self.earlier))
+        for place in range(len(self.earlier) - 1, -1, -1):
+            source = np.where(self.wanted[place][choice[self.earlier[place]]] == own, place, source)
+        table = np.full((self.group.max() + 1, len(self.earlier) + 1), -1)
+        table[self.group[self.standing], self.source] = np.arange(len(self.source))
+        found: Ints = table[self.group[choice[self.reader]], source]
+        return found if found.ndim else int(found)
+
+    def edges(self) -> Iterator[EdgeParts]:
+        """Edges that fix it by the options of the reader and of the earlier ones."""
+        own = self.wanted[-1][self.standing]
+        allowed = {self.reader: np.equal.outer(self.group, self.group[self.standing])}
+        for place, (other, wanted) in enumerate(zip(self.earlier, self.wanted, strict=False)):
+            same = np.equal.outer(wanted, own)
+            allowed[other] = np.where(self.source == place, same, (self.source < place) | ~same)
+        for other, pairs in allowed.items():
+            zero = np.zeros(pairs.shape)
+            yield EdgeParts(other, self.node, np.where(pairs, 0.0, np.inf), (zero, zero))
+
+    def parts(self, reader: NodeParts, arrival_s: FloatArray, in_passes: NDArray[np.bool_]) -> NodeParts:
+        """Its seconds: of a value that the user brings its arrival, per option of the reader."""
+        own, inside = NodeParts.alone(np.zeros(len(self.standing)), len(reader.lanes)), in_passes[self.standing]
+        seconds = self.moved * arrival_s[self.standing]
+        return replace(
+            own,
+            arrival_s=np.where(inside, 0.0, seconds),
+            samples_in_s=np.where(inside, seconds, 0.0),
+            lanes=reader.lanes[:, self.standing],
+            beside=None if reader.beside is None else reader.beside[:, self.standing],
+            order=None if reader.order is None else reader.order[:, self.standing],
+        )
 
 
 def edge_parts(
@@ -214,3 +310,89 @@ def delivery_layout(graph: LayerGraph, cluster: Cluster, value: str) -> Layout:
     """Where a result goes: to the home device of one process, else samples back to where they came from, anything else
     to every device."""
     return StepSetting.on(cluster, graph.batch or 1).delivery(graph.batch_dims.get(value))
+
+
+def reuses(
+    graph: LayerGraph,
+    cluster: Cluster,
+    names: Sequence[str],
+    chosen: Sequence[Sequence[Choice]],
+    shape: Shape,
+    strict: bool = False,
+    fold: Fold | None = None,
+) -> dict[tuple[int, str], TransferReuse]:
+    """The nodes for all reads that may reuse a transfer, by reader and value: behind the layers, the delivery and the
+    placements of branches.
+
+    Args:
+        names: of the layers that are nodes.
+        chosen: their options.
+        strict: replica counts have to divide.
+    """
+    begin = len(names) + 1 + (0 if shape.average else len(shape.homes))
+    by_value: dict[str, list[Read]] = {}
+    for read in _reads(graph, cluster, names, chosen, shape, strict, fold) if cluster.count > 1 else ():
+        by_value.setdefault(read.value, []).append(read)
+    found: dict[tuple[int, str], TransferReuse] = {}
+    for value, readers in by_value.items():
+        for place, read in enumerate(readers):
+            some = _looked_at(readers, place)
+            if any(set(read.wants) & set(other.wants) for other in some):
+                found[read.reader, value] = _reuse(read, some, begin + len(found))
+    return found
+
+
+def _looked_at(readers: Sequence[Read], place: int) -> list[Read]:
+    """The readers before one whose transfers it may reuse."""
+    before, own = readers[:place], readers[place]
+    if len(readers) <= EVERY_READER:
+        return list(before)
+    return [
+        other for other in before
+        if other is before[0] or other.reader == own.first or len({layout for layout, _ in other.wants}) == 1
+    ]  # fmt: skip
+
+
+def _reuse(read: Read, earlier: Sequence[Read], node: int) -> TransferReuse:
+    numbers: dict[Hashable, int] = {}
+    wanted = [np.array([numbers.setdefault(one, len(numbers)) for one in own.wants]) for own in (*earlier, read)]
+    groups: dict[Hashable, int] = {}
+    group = np.array([groups.setdefault(one, len(groups)) for one in zip(read.wants, read.groups, strict=True)])
+    options: list[tuple[int, int]] = []
+    for first in (int(np.flatnonzero(group == number)[0]) for number in range(len(groups))):
+        own = wanted[-1][first]
+        for place, one in enumerate(wanted[:-1]):
+            if (one == own).any():
+                options.append((first, place))
+            if (one == own).all():
+                break
+        else:
+            options.append((first, len(earlier)))
+    standing, source = np.array(options).T
+    used = sorted(set(source.tolist()) - {len(earlier)})
+    others, kept = tuple(earlier[place].reader for place in used), tuple(wanted[place] for place in (*used, -1))
+    return TransferReuse(
+        node, read.value, read.reader, others, kept, group, standing, np.searchsorted([*used, len(earlier)], source)
+    )
+
+
+def _reads(
+    graph: LayerGraph,
+    cluster: Cluster,
+    names: Sequence[str],
+    chosen: Sequence[Sequence[Choice]],
+    shape: Shape,
+    strict: bool,
+    fold: Fold | None,
+) -> Iterator[Read]:
+    """Every read of a value that may have to be moved, the delivery's last."""
+    place, by_replicas = {name: v for v, name in enumerate(names)}, shape.in_roles or strict
+    for v, (name, own) in enumerate(zip(names, chosen, strict=True)):
+        layer, first = graph.layers[name], fold.first.get(name, name) if fold is not None else name
+        groups = [(o.role, o.because, o.placement, o.strategy.replicas if by_replicas else 0) for o in own]
+        for value in dict.fromkeys(layer.inputs):
+            if value in graph.producer or value in graph.user_inputs:
+                wants = [(layer.layout(value, one.strategy), one.role is Stage.PASSES) for one in own]
+                yield Read(value, v, wants, groups, place[first] if first != name else None)
+    for value in delivered(graph):
+        yield Read(value, len(names), [(delivery_layout(graph, cluster, value), False)], [None])

@@ -9,7 +9,7 @@ block between, which counts as often as it stands for others, and edges by which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -24,11 +24,10 @@ from parplan.graph.repeated import Fold
 from parplan.lowering.stages import Stage
 from parplan.plan import Strategy
 from parplan.planner.search_space.any_block import folded
-from parplan.planner.search_space.edges import delivered, delivery_layout, edge_parts, equal
+from parplan.planner.search_space.edges import TransferReuse, edge_parts, equal, reuses
 from parplan.planner.search_space.options import Option, arrival_s, node_parts, priced_option
 from parplan.planner.search_space.shape import ONE_PASS, Choice, Placement, Shape, choices, role_rows
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
-from parplan.planner.search_space.transfer_reuse import Read, TransferReuse, reuses
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
 __all__ = ["Formulation", "InfeasibleShape", "formulate", "reassembled"]
@@ -154,16 +153,8 @@ def formulate(
     shape = replace(shape, homes=_homes_of(kept, shape), inside=frozenset(kept[name] for name in shape.inside))
     chosen = [_choices(graph, graph.layers[name], candidates[name], shape, strict) for name in names]
     place = {name: index for index, name in enumerate(names)}
-    reads = list(_reads(graph, cluster, names, chosen, shape, strict, fold)) if cluster.count > 1 else []
-    reused = reuses(reads, len(names) + 1 + (0 if shape.average else len(shape.homes)))
-    options: list[tuple[Option, ...]] = []
-    for v, (name, choices_) in enumerate(zip(names, chosen, strict=True)):
-        look()
-        layer = graph.layers[name]
-        arriving = [value for value in layer.inputs if value in graph.user_inputs and (v, value) not in reused]
-        options.append(tuple(priced_option(graph, cluster, costs, arriving, layer, one, shape) for one in choices_))
-        if on_layer:
-            on_layer(len(options), len(names))
+    reused = reuses(graph, cluster, names, chosen, shape, strict, fold)
+    options = _options(graph, cluster, costs, names, chosen, reused, shape, on_layer, look)
     layers = {name: place[other] for name, other in kept.items()}
     edges = edge_parts(graph, cluster, costs, reused, names, layers, options, shape, strict, fold, look)
     own_parts = [node_parts(own, shape) for own in options]
@@ -225,26 +216,27 @@ def _choices(
     return own
 
 
-def _reads(
+def _options(
     graph: LayerGraph,
     cluster: Cluster,
+    costs: CostModel,
     names: Sequence[str],
     chosen: Sequence[Sequence[Choice]],
+    reused: Collection[tuple[int, str]],
     shape: Shape,
-    strict: bool,
-    fold: Fold | None,
-) -> Iterator[Read]:
-    """What the nodes read of values that may have to be moved, the delivery last."""
-    place, by_replicas = {name: v for v, name in enumerate(names)}, shape.in_roles or strict
+    on_layer: Callable[[int, int], None] | None,
+    look: Callable[[], None],
+) -> list[tuple[Option, ...]]:
+    """The choices of every layer with their costs; what may be brought for an earlier layer is not in a layer's own."""
+    options: list[tuple[Option, ...]] = []
     for v, (name, own) in enumerate(zip(names, chosen, strict=True)):
-        layer, first = graph.layers[name], fold.first.get(name, name) if fold is not None else name
-        groups = [(o.role, o.because, o.placement, o.strategy.replicas if by_replicas else 0) for o in own]
-        for value in dict.fromkeys(layer.inputs):
-            if value in graph.producer or value in graph.user_inputs:
-                wants = [(layer.layout(value, one.strategy), one.role is Stage.PASSES) for one in own]
-                yield Read(value, v, wants, groups, place[first] if first != name else None)
-    for value in delivered(graph):
-        yield Read(value, len(names), [(delivery_layout(graph, cluster, value), False)], [None])
+        look()
+        layer = graph.layers[name]
+        arriving = [value for value in layer.inputs if value in graph.user_inputs and (v, value) not in reused]
+        options.append(tuple(priced_option(graph, cluster, costs, arriving, layer, one, shape) for one in own))
+        if on_layer:
+            on_layer(len(options), len(names))
+    return options
 
 
 def _reuse_parts(
