@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parplan.planner.solver.problem import FloatArray, Problem, evaluate
 
-__all__ = ["Optimum", "brute_force", "from_the_best", "objectives"]
+__all__ = ["Optimum", "brute_force", "every_choice", "from_the_best", "objectives"]
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,15 @@ def _choice(problem: Problem, index: np.intp) -> tuple[int, ...]:
     return tuple(int(k) for k in np.unravel_index(index, problem.sizes))
 
 
-def objectives(problem: Problem) -> FloatArray:
-    """The objective of every choice, in the order of itertools.product; inf where it is not feasible."""
-    picked = np.indices(problem.sizes).reshape(len(problem.sizes), prod(problem.sizes))
-    total = np.zeros(picked.shape[1])
+def every_choice(sizes: Sequence[int]) -> list[NDArray[np.intp]]:
+    """Per node its strategy in every choice, in the order of itertools.product."""
+    return list(np.indices(sizes).reshape(len(sizes), prod(sizes)))
+
+
+def objectives(problem: Problem, picked: Sequence[NDArray[np.intp]] | None = None) -> FloatArray:
+    """The objective of the choices `picked`, by default of all; inf where one is not feasible."""
+    picked = every_choice(problem.sizes) if picked is None else picked
+    total = np.zeros(len(picked[0]))
     for node, k in zip(problem.nodes, picked, strict=True):
         total += node.cost_s[k]
     for edge in problem.edges:
@@ -59,7 +65,7 @@ def objectives(problem: Problem) -> FloatArray:
     for maximum in problem.maxima:
         sums = []
         for term in maximum.rows:
-            sums.append(np.full(picked.shape[1], term.constant_s))
+            sums.append(np.full(len(total), term.constant_s))
             for v, seconds in term.nodes.items():
                 sums[-1] += seconds[picked[v]]
             for e, seconds in term.edges.items():
@@ -70,19 +76,19 @@ def objectives(problem: Problem) -> FloatArray:
         total += maximum.weight * values[-1]
     allowed = np.isfinite(total)
     for row in problem.linear:
-        terms = sum((values[picked[node]] for node, values in row.terms.items()), np.zeros(picked.shape[1]))
+        terms = sum((values[picked[node]] for node, values in row.terms.items()), np.zeros(len(total)))
         allowed &= (row.low <= terms) & (terms <= row.high)
     for resource, limit in enumerate(problem.limits):
         allowed &= _peak(problem, picked, resource) <= limit
     return np.where(allowed, total, np.inf)
 
 
-def _peak(problem: Problem, picked: np.ndarray[tuple[int, int], np.dtype[np.intp]], resource: int) -> FloatArray:
+def _peak(problem: Problem, picked: Sequence[NDArray[np.intp]], resource: int) -> FloatArray:
     """The most that any time point holds of a memory, for every choice."""
     of = [(use, k) for node, k in zip(problem.nodes, picked, strict=True) for use in node.usages]
     live = [(use, use.amounts[k]) for use, k in of if use.resource == resource and use.start < use.end]
-    peak = np.zeros(picked.shape[1])
+    peak = np.zeros(len(picked[0]))
     for time in {use.start for use, _ in live}:
-        held = sum((amounts for use, amounts in live if use.start <= time < use.end), np.zeros(picked.shape[1]))
+        held = sum((amounts for use, amounts in live if use.start <= time < use.end), np.zeros(len(picked[0])))
         peak = np.maximum(peak, held)
     return peak

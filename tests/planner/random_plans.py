@@ -23,12 +23,12 @@ from parplan.lowering.stages import keeps_apart, stages
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.search.branches import sections
 from parplan.planner.search.context import shape_of
-from parplan.planner.search_space.formulation import InfeasibleShape, formulate
+from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate
 from parplan.planner.search_space.shape import Placement, Shape
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import evaluate
-from tests.planner.oracle import objectives
+from tests.planner.oracle import every_choice, objectives
 
 __all__ = ["FAR_S", "EveryPlan", "case", "kind_of", "plan_of", "random_plans", "small_model", "step_time_s"]
 
@@ -192,6 +192,12 @@ class EveryPlan:
             if passes and most > few and most % few == 0:
                 yield Shape(Scheme.INTERLEAVE, most, few, lanes, anywhere=True)
 
+    @staticmethod
+    def free_sizes(every: Formulation) -> list[int]:
+        """Options of every node, 1 of those that follow from others."""
+        follow = {reuse.node for reuse in every.reused}
+        return [1 if v in follow else size for v, size in enumerate(every.problem.sizes)]
+
     def best(self, passes: bool = True) -> Iterator[tuple[float, Plan]]:
         """T and plan of all that are legal and fit without their transfers, the fastest first."""
         found = []
@@ -201,11 +207,11 @@ class EveryPlan:
                 every = formulate(self.graph, self.cluster, self.costs, known, shape=shape, far_s=FAR_S)
             except InfeasibleShape:
                 continue
-            known_s = objectives(every.problem)
+            known_s = objectives(every.problem, every.followed(every_choice(self.free_sizes(every))))
             feasible = np.flatnonzero(np.isfinite(known_s))
             found += [(float(known_s[index]), int(index), every) for index in feasible]
         for step_s, index, every in sorted(found, key=lambda one: one[0]):
-            choice = [int(k) for k in np.unravel_index(index, every.problem.sizes)]
+            choice = [int(k) for k in np.unravel_index(index, self.free_sizes(every))]
             scheme = every.shape.scheme if every.shape.passes > 1 else Scheme.GATHER
             yield step_s, plan_of(self.graph, self.cluster, every.strategies(choice), scheme)
 

@@ -84,11 +84,10 @@ def test_changes_by_alternatives_equal_a_full_evaluation() -> None:
     formulation = formulated(classifier(), cluster_preset(SLOW, 4))
     generator, problem = np.random.default_rng(3), formulation.problem
     for _ in range(20):
-        choice = [int(generator.integers(size)) for size in problem.sizes]
+        choice = formulation.followed([int(generator.integers(size)) for size in problem.sizes])
         base, index = evaluate(problem, choice), int(generator.integers(len(formulation.options)))
         for k, change in alternatives(formulation, choice, (index,)).items():
-            tried = [*choice]
-            tried[index] = k
+            tried = formulation.followed([k if v == index else own for v, own in enumerate(choice)])
             assert base.objective + change.total_s == pytest.approx(evaluate(problem, tried).objective)
 
 

@@ -13,7 +13,7 @@ from parplan.plan import Plan
 from parplan.planner.decision import Arrival, LayerReport, Prediction
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.options import Option
-from parplan.planner.search_space.step_time import edge_totals
+from parplan.planner.search_space.step_time import edge_totals, node_totals
 from parplan.planner.search_space.verifier import bends
 from parplan.planner.solver.problem import evaluate
 
@@ -40,6 +40,7 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     transfer = sum(
         float(edge_totals(parts, edge)[choice[edge.source], choice[edge.target]]) for edge in parts.edges
     ) + sum(many * (own.arrival_s + 2 * own.batch_norm_sync_s) for many, own in runs)
+    transfer += sum(float(node_totals(parts, reuse.node)[choice[reuse.node]]) for reuse in formulation.reused)
     exposed = found.objective - forward - backward - update - unhidden - transfer - step.overhead_s
     exposed = exposed if exposed > ROUNDING * found.objective else 0.0
     doubt = sum(many * own.cost.spread * (own.cost.forward_s + own.cost.backward_s) for many, own in once)
@@ -67,7 +68,9 @@ def layer_reports(
     """The predicted figures of every layer; the reasons are added later."""
     moved = [0.0] * len(formulation.problem.nodes)
     for edge in formulation.parts.edges:
-        moved[edge.target] += float(edge_totals(formulation.parts, edge)[choice[edge.source], choice[edge.target]])
+        moved[edge.counted_at] += float(edge_totals(formulation.parts, edge)[choice[edge.source], choice[edge.target]])
+    for reuse in formulation.reused:
+        moved[reuse.reader] += float(node_totals(formulation.parts, reuse.node)[choice[reuse.node]])
     # What the last block takes from the one before it stands for what the blocks between take from each other.
     for _, between, last in formulation.fold.alike if formulation.fold is not None else ():
         a, b = formulation.layers[between], formulation.layers[last]

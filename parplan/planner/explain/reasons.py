@@ -17,7 +17,7 @@ from parplan.planner.decision import Alternative, LayerReport
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.step_time import edge_totals, node_totals
 from parplan.planner.search_space.strategies import refusals
-from parplan.planner.solver.problem import changed_objectives, evaluate
+from parplan.planner.solver.problem import evaluate, objectives_at
 
 __all__ = ["NO_DIFFERENCE", "against", "alternatives", "followed", "only_way", "time_text", "with_reasons"]
 
@@ -57,7 +57,7 @@ def with_reasons(
             for k, other in alternatives(formulation, choice, nodes).items():
                 words = other.strategy.describe()  # of those that read alike the best
                 if words != own and words not in found and too_large[words] < PLACES_TRIED:
-                    changed = [k if node in nodes else known for node, known in enumerate(choice)]
+                    changed = formulation.followed([k if v in nodes else known for v, known in enumerate(choice)])
                     fits = other.total_s >= 0 or evaluate(formulation.problem, changed).feasible
                     found.setdefault(words if fits else f"{words}, too large", replace(other, fits=fits))
                     too_large[words] += not fits
@@ -78,16 +78,15 @@ def alternatives(formulation: Formulation, choice: Sequence[int], nodes: Sequenc
         nodes: a layer, or copies of one in repeated blocks, which have one option.
     """
     parts, first = formulation.parts, nodes[0]
-    total_s = changed_objectives(formulation.problem, choice, *nodes)
-    compute_s = np.sum([node_totals(parts, node) for node in nodes], axis=0)
-    moved_s = np.zeros(len(compute_s))
+    every = np.arange(len(formulation.options[first]))
+    changed = formulation.followed([every if v in nodes else k for v, k in enumerate(choice)])
+    varied = {v for v, own in enumerate(changed) if isinstance(own, np.ndarray)}
+    total_s = objectives_at(formulation.problem, changed)
+    compute_s = sum((node_totals(parts, node)[every] for node in nodes), np.zeros(len(every)))
+    moved_s = sum((node_totals(parts, node)[changed[node]] for node in varied.difference(nodes)), np.zeros(len(every)))
     for edge in parts.edges:
-        if edge.source in nodes and edge.target in nodes:
-            moved_s = moved_s + np.diagonal(edge_totals(parts, edge))
-        elif edge.source in nodes:
-            moved_s = moved_s + edge_totals(parts, edge)[:, choice[edge.target]]
-        elif edge.target in nodes:
-            moved_s = moved_s + edge_totals(parts, edge)[choice[edge.source]]
+        if edge.source in varied or edge.target in varied:
+            moved_s = moved_s + edge_totals(parts, edge)[changed[edge.source], changed[edge.target]]
     now, together = choice[first], sum(map(formulation.times, nodes))
     changes = np.array([seconds - seconds[now] for seconds in (compute_s, moved_s, total_s)]).T.tolist()
     found = {

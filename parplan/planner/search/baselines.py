@@ -192,14 +192,15 @@ def _kept(habit: _Habit, formulation: Formulation) -> list[list[int]]:
         return [k for k, option in enumerate(options) if habit.allowed(name, option.strategy)]
 
     layers = [own(name, options) for name, options in zip(formulation.names, formulation.options, strict=False)]
-    return layers + [[0]] * (len(formulation.problem.nodes) - len(layers))
+    reused = {reuse.node: list(range(len(reuse.source))) for reuse in formulation.reused}
+    return layers + [reused.get(v, [0]) for v in range(len(layers), len(formulation.problem.nodes))]
 
 
 def _alone(formulation: Formulation) -> Problem:
     """The problem where inputs are at hand and results stay where they are."""
     parts, delivery = formulation.parts, len(formulation.options)
     nodes = [replace(own, arrival_s=np.zeros_like(own.arrival_s)) for own in parts.nodes]
-    edges = [edge for edge in parts.edges if edge.target != delivery]
+    edges = [edge for edge in parts.edges if edge.counted_at != delivery]
     return reassembled(formulation, replace(parts, nodes=nodes, edges=edges))
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import Baseline
-from parplan.planner.search_space.edges import equal
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.solver.problem import Problem, Solution, objective
 
@@ -30,10 +29,8 @@ class Candidate:
     @property
     def changes(self) -> int:
         """Edges between layers on which the layout changes."""
-        names = self.formulation.names[: len(self.formulation.options)]
-        own = [self.plan.layers[name].arrangement for name in names]
-        edges = (edge for edge in self.formulation.parts.edges if edge.target < len(names))
-        return sum(self.formulation.times(e.target) * (own[e.source] != own[e.target]) for e in edges)
+        edges = self.formulation.layout_changes
+        return int(sum(edge.cost_s[self.choice[edge.source], self.choice[edge.target]] for edge in edges))
 
 
 def plan_by_hand(by_hand: Sequence[Baseline], fastest_s: float, tolerance: float) -> Baseline | None:
@@ -90,16 +87,8 @@ def simplest(
             problem = problem_of(best.formulation)
             most_objective_s = best.objective_s + most_s - best.step_s
             price = (most_s - best.step_s) / best.changes
-            edges = list(problem.edges)
-            for e, edge in enumerate(edges):
-                if edge.target < len(best.formulation.options):
-                    source, target = (
-                        [option.strategy.arrangement for option in best.formulation.options[v]]
-                        for v in (edge.source, edge.target)
-                    )
-                    differ = ~equal(source, target)
-                    edges[e] = replace(edge, cost_s=edge.cost_s + price * best.formulation.times(edge.target) * differ)
-            choice = solve(replace(problem, edges=tuple(edges)), best.choice).choice
+            priced = (replace(edge, cost_s=price * edge.cost_s) for edge in best.formulation.layout_changes)
+            choice = solve(replace(problem, edges=(*problem.edges, *priced)), best.choice).choice
             own_s = objective(problem, choice) if choice is not None else np.inf
             good = choice is not None and own_s <= most_objective_s
             other = candidate_of(best.formulation, choice, own_s) if choice is not None and good else None

@@ -12,14 +12,13 @@ of the size of one pass; where its optimum is no better than the best plan, no p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.plan import Strategy
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts
 from parplan.planner.solver.problem import FloatArray
 
@@ -37,29 +36,25 @@ Within = Mapping[str, frozenset[tuple[object, ...]]] | None
 def folded(
     nodes: Sequence[NodeParts],
     edges: Sequence[EdgeParts],
-    strategies: Sequence[Sequence[tuple[Strategy, bool]]],
+    forms: Sequence[Sequence[tuple[Hashable, int]]],
     devices: int,
     inside: frozenset[int] = frozenset(),
 ) -> tuple[list[NodeParts], list[EdgeParts], list[list[int]]]:
     """Parts with one option per arrangement, and per layer the options that stand for them.
 
     Args:
-        strategies: of every option, per layer, and whether it pays for what like readers share; the delivery, the last
-            node, has none.
+        forms: per node and option, all that does not depend on where its devices are, and their number.
         inside: layers that count by their share of the devices only.
     """
     groups: list[Groups] = []
-    for options in strategies:  # those that differ in the position of their block only
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for k, (one, pays) in enumerate(options):
-            alike.setdefault((one.key, pays), []).append(k)
+    for options in forms:  # those that differ in the position of their block only
+        alike: dict[Hashable, list[int]] = {}
+        for k, (form, _) in enumerate(options):
+            alike.setdefault(form, []).append(k)
         groups.append([np.array(group) for group in alike.values()])
     shares = [
-        np.array([len(options[group[0]][0].devices) / devices for group in own])
-        for options, own in zip(strategies, groups, strict=True)
+        np.array([options[group[0]][1] / devices for group in own]) for options, own in zip(forms, groups, strict=True)
     ]
-    groups += [[np.array([0])]] * (len(nodes) - len(groups))
-    shares += [np.zeros(1)] * (len(nodes) - len(shares))
     small = [node.each(partial(_least, groups=group)) for node, group in zip(nodes, groups, strict=True)]
     heavy = sorted(
         (-float((node.update_s + node.sum_s)[share < 1].max(initial=0.0)), v)
@@ -74,13 +69,15 @@ def folded(
         found.append(replace(node, once_s=part * node.once_s, backward_s=part * node.backward_s, lanes=np.array(lanes)))
     fewer = []
     for edge in edges:
-        part = shares[edge.target] if edge.target in inside else 1.0
+        part = shares[edge.target] if edge.counted_at in inside else 1.0
         forward, backward, allowed = (
             _least(_least(seconds, groups[edge.source]).T, groups[edge.target]).T
             for seconds in (*edge.once, edge.allowed)
         )
-        fewer.append(EdgeParts(edge.source, edge.target, allowed, (part * forward, part * backward)))
-    return found, fewer, [[int(one[0]) for one in group] for group in groups[: len(strategies)]]
+        fewer.append(
+            EdgeParts(edge.source, edge.target, allowed, (part * forward, part * backward), reader=edge.reader)
+        )
+    return found, fewer, [[int(one[0]) for one in group] for group in groups]
 
 
 def _least(seconds: FloatArray, groups: Groups) -> FloatArray:

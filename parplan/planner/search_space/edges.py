@@ -1,16 +1,22 @@
 """Transfers between layers, per pair of options: the edges of the problem, by how roles move the values on them.
 
-A value that like readers (query, key and value; gate and up) take in one layout is moved there once
-(lowering/placement.py): the first of them pays for the value's way to it, each other for its way on from there, nothing
-where it wants the value as the first does. Where the maker has one strategy, the others pay for the way from the maker,
-so a given plan is priced exactly. Readers that are not alike pay each, and so do those in branches at the same time;
-where plans with and without such branches are bounded, like readers have options for both (`Choice.pays`).
+A value is moved once per layout, however many layers read it (lowering/placement.py). The first reader pays for its
+transfer. For every later one that may want the value in the same layout as an earlier one, the problem has one more
+node: an option of it is what the reader wants, with the first reader before that wants the same, whose transfer is
+reused, or none. The readers' options fix it:
+
+    maker - node             seconds of the transfer, counted at the reader; 0 where another one is reused
+    reader - node            the option is what the reader wants
+    earlier reader - node    it wants the same where its transfer is reused, something else where a later one's or none
+
+Of a value with more than `EVERY_READER` readers only some earlier ones are looked at, where they have a choice: T may
+then count a transfer twice. Of a given plan, each layer of which wants one layout, all are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -25,85 +31,181 @@ from parplan.layout import Layout
 from parplan.lowering.stages import Stage, keeps_apart
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme
-from parplan.planner.search_space.options import LikeReaders, Option, arrival_layout, of_pass
-from parplan.planner.search_space.shape import Shape
-from parplan.planner.search_space.step_time import EdgeParts
+from parplan.planner.search_space.options import Option, of_pass
+from parplan.planner.search_space.shape import Choice, Shape
+from parplan.planner.search_space.step_time import EdgeParts, NodeParts
 from parplan.planner.solver.problem import FloatArray
 
-__all__ = ["delivery_layout", "edge_parts", "equal"]
+__all__ = ["TransferReuse", "delivery_layout", "edge_parts", "equal", "reuses"]
+
+EVERY_READER = 3
+"""Readers of a value up to which each may reuse the transfer of any earlier one."""
+
+Ints = NDArray[np.intp]
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A value that a node reads.
+
+    Args:
+        value: its name.
+        reader: the node.
+        wants: per option, the layout and whether one pass's samples: both have to be equal for a transfer to be reused.
+        groups: per option, what else its role in the plan depends on.
+        first: the node of the reader's copy in the first of equal blocks, if it has one.
+    """
+
+    value: str
+    reader: int
+    wants: Sequence[tuple[Layout, bool]]
+    groups: Sequence[Hashable]
+    first: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TransferReuse:
+    """The node that says, for a later reader of a value, whose transfer is reused.
+
+    Args:
+        node: its place.
+        earlier: readers whose transfers may be reused, in order.
+        wanted: per option of each of them and of the reader, a number for what is wanted.
+        group: per option of the reader, a number for what it wants and needs besides.
+        standing: per option of the node, the reader's option that stands for it.
+        source: per option of the node, the place in `earlier` of the reader whose transfer is reused; behind the last
+            where the value is moved.
+    """
+
+    node: int
+    value: str
+    reader: int
+    earlier: tuple[int, ...]
+    wanted: tuple[Ints, ...]
+    group: Ints
+    standing: Ints
+    source: Ints
+
+    @property
+    def moved(self) -> FloatArray:
+        """1 for every option in which the value is moved, else 0."""
+        return np.where(self.source == len(self.earlier), 1.0, 0.0)
+
+    def option(self, choice: Sequence[int | Ints]) -> int | Ints:
+        """The option that follows from the readers' options; of several choices at once where some are arrays."""
+        own, source = self.wanted[-1][choice[self.reader]], np.array(len(self.earlier))
+        for place in range(len(self.earlier) - 1, -1, -1):
+            source = np.where(self.wanted[place][choice[self.earlier[place]]] == own, place, source)
+        table = np.full((self.group.max() + 1, len(self.earlier) + 1), -1)
+        table[self.group[self.standing], self.source] = np.arange(len(self.source))
+        found: Ints = table[self.group[choice[self.reader]], source]
+        return found if found.ndim else int(found)
+
+    def edges(self) -> Iterator[EdgeParts]:
+        """Edges that fix it by the options of the reader and of the earlier ones."""
+        own = self.wanted[-1][self.standing]
+        allowed = {self.reader: np.equal.outer(self.group, self.group[self.standing])}
+        for place, (other, wanted) in enumerate(zip(self.earlier, self.wanted, strict=False)):
+            same = np.equal.outer(wanted, own)
+            allowed[other] = np.where(self.source == place, same, (self.source < place) | ~same)
+        for other, pairs in allowed.items():
+            zero = np.zeros(pairs.shape)
+            yield EdgeParts(other, self.node, np.where(pairs, 0.0, np.inf), (zero, zero))
+
+    def parts(self, reader: NodeParts, arrival_s: FloatArray, in_passes: NDArray[np.bool_]) -> NodeParts:
+        """Its seconds: of a value that the user brings its arrival, per option of the reader."""
+        own, inside = NodeParts.alone(np.zeros(len(self.standing)), len(reader.lanes)), in_passes[self.standing]
+        seconds = self.moved * arrival_s[self.standing]
+        return replace(
+            own,
+            arrival_s=np.where(inside, 0.0, seconds),
+            samples_in_s=np.where(inside, seconds, 0.0),
+            lanes=reader.lanes[:, self.standing],
+            beside=None if reader.beside is None else reader.beside[:, self.standing],
+            order=None if reader.order is None else reader.order[:, self.standing],
+        )
 
 
 def edge_parts(
     graph: LayerGraph,
     cluster: Cluster,
     costs: CostModel,
-    like: LikeReaders,
+    reused: Mapping[tuple[int, str], TransferReuse],
     names: Sequence[str],
     position: Mapping[str, int],
     options: Sequence[Sequence[Option]],
     shape: Shape,
+    strict: bool = False,
     fold: Fold | None = None,
     look: Callable[[], None] = lambda: None,
 ) -> list[EdgeParts]:
     """Transfers between the layers that are nodes, each as often as they stand for others.
 
     Args:
+        reused: nodes that say whose transfer of a value is reused, by reader and value.
         names: of the nodes.
         position: the node of every layer, or of the one that stands for it.
+        strict: R4: pairs of replica counts that do not divide are forbidden.
         look: called before every edge.
     """
     found: dict[tuple[int, int, int | None], EdgeParts] = {}
 
-    def add(edge: EdgeParts) -> None:
-        known = found.get((edge.source, edge.target, edge.backward_of))
-        found[edge.source, edge.target, edge.backward_of] = edge if known is None else known.added(edge)
+    def add(value: str, maker: str, given: int, reader: int, times: int, counted_at: int | None = None) -> None:
+        """The edge of a value from a node to a reader, the delivery behind the last layer, so many times."""
+        reuse, source = reused.get((reader, value)), options[given]
+        layer = graph.layers[names[reader]] if reader < len(names) else None
+        if layer is None:
+            layouts, roles, target = [delivery_layout(graph, cluster, value)], [Stage.AFTER], None
+        else:
+            target = [options[reader][k] for k in reuse.standing] if reuse is not None else options[reader]
+            layouts = [layer.layout(value, option.strategy) for option in target]
+            roles = [option.role for option in target]
+        if reuse is not None and layer is None:
+            layouts, roles = layouts * len(reuse.source), roles * len(reuse.source)
+        ends = given, reader if reuse is None else reuse.node
+        edge = _edge(graph, costs, ends, {value: layouts}, roles, maker, source, shape)
+        if layer is not None and target is not None and (shape.any_passes or strict):
+            barred = _barred(graph, maker, layer.name, source, target) if shape.any_passes else False
+            r4 = _indivisible(source, target) if strict else False
+            edge = replace(edge, allowed=np.where(barred | r4, np.inf, edge.allowed))
+        at = counted_at if counted_at is not None else None if reuse is None else reader
+        edge = replace(edge.scaled(times if reuse is None else times * reuse.moved), reader=at)
+        known = found.get((edge.source, edge.target, at))
+        found[edge.source, edge.target, at] = edge if known is None else known.added(edge)
 
     nodes = frozenset(names)
-    by_name = {name: options[index] for name, index in position.items()}
-    for source, target, values in graph.digraph.edges(data="values"):
+    for maker, target, values in graph.digraph.edges(data="values"):
         if target not in nodes:
             continue
         look()
-        a, b = position[source], position[target]
-        own = [value for value in values if target not in like.get(value, {})]
-        times = 1 if fold is None else fold.times.get(target, 1)
-        parts: list[tuple[int, int, list[str], int, int | None]] = [(a, b, own, times, None)]
-        if fold is not None and shape.in_roles and times > 1 and source in fold.first_block:
-            # What begins the passes may be in the first block. The blocks behind the second take from one like
-            # themselves: as the last one does, but in the backward of their own.
-            middle, last = position[fold.first_block[source]], position[fold.last[target]]
-            handed = [value for value in own if value not in graph.layers[fold.last[target]].inputs]
-            common = [value for value in own if value not in handed]
-            parts = [(a, b, common, times, None), (a, b, handed, 1, None), (middle, last, handed, times - 1, b)]
-        for one, other, values, often, back in parts:
-            wanted = {v: [graph.layers[target].layout(v, o.strategy) for o in options[other]] for v in values}
-            roles = [option.role for option in options[other]]
-            edge = _edge(graph, costs, (one, other), wanted, roles, source, options[one], shape)
-            if shape.any_passes:
-                barred = _barred(graph, source, target, options[one], options[other])
-                edge = replace(edge, allowed=np.where(barred, np.inf, edge.allowed))
-            add(replace(edge.scaled(often), backward_of=back))
-    for value, every in like.items():
-        leaders = {target: source for target, source in every.items() if target in nodes}
-        for target, source in leaders.items():
-            once = _on_from(graph, cluster, costs, leaders, value, target, by_name)
+        a, b = position[maker], position[target]
+        for value in values:
             times = 1 if fold is None else fold.times.get(target, 1)
-            pays = np.array([option.pays for option in by_name[target]])
-            add(EdgeParts(position[source], position[target], np.zeros_like(once[0]), once).scaled(times * ~pays))
-            if pays.any() and value in graph.producer:
-                maker = graph.producer[value]
-                wanted = {value: [graph.layers[target].layout(value, option.strategy) for option in by_name[target]]}
-                ends, roles = (position[maker], position[target]), [option.role for option in by_name[target]]
-                add(_edge(graph, costs, ends, wanted, roles, maker, by_name[maker], shape).scaled(times * pays))
-    delivered: dict[str, list[str]] = {}
-    for result in dict.fromkeys(graph.user_outputs):
-        if isinstance(result, str) and result in graph.producer:
-            delivered.setdefault(graph.producer[result], []).append(result)
-    for maker, results in delivered.items():
-        a, b = position[maker], len(names)
-        wanted = {value: [delivery_layout(graph, cluster, value)] for value in results}
-        add(_edge(graph, costs, (a, b), wanted, [Stage.AFTER], maker, options[a], shape))
-    return list(found.values())
+            if fold is None or times == 1:
+                add(value, maker, a, b, 1)
+                continue
+            last = graph.layers[fold.last[target]]
+            if value in last.inputs:  # all copies read the same value
+                add(value, maker, a, b, 1)
+            elif shape.in_roles and maker in fold.first_block:
+                # What begins the passes may be in the first block. The blocks behind the second take from one like
+                # themselves: as the last one does, but in the backward of their own.
+                add(value, maker, a, b, 1)
+                handed = last.inputs[graph.layers[target].inputs.index(value)]
+                add(
+                    handed, graph.producer[handed], position[fold.first_block[maker]], position[last.name], times - 1, b
+                )
+            else:
+                add(value, maker, a, b, times)
+    for result in delivered(graph):
+        add(result, graph.producer[result], position[graph.producer[result]], len(names), 1)
+    return [*found.values(), *(edge for reuse in reused.values() for edge in reuse.edges())]
+
+
+def delivered(graph: LayerGraph) -> list[str]:
+    """Results that layers make, each once."""
+    results = (value for value in dict.fromkeys(graph.user_outputs) if isinstance(value, str))
+    return [value for value in results if value in graph.producer]
 
 
 def _edge(
@@ -189,28 +291,11 @@ def pass_matrix(
     return TransferMatrix(forward, backward)
 
 
-def _on_from(
-    graph: LayerGraph,
-    cluster: Cluster,
-    costs: CostModel,
-    leaders: Mapping[str, str],
-    value: str,
-    target: str,
-    options: Mapping[str, Sequence[Option]],
-) -> tuple[FloatArray, FloatArray]:
-    """Seconds, forward and back, to bring `value` to `target` when the first of its like readers has it."""
-    maker, first = graph.producer.get(value), leaders[target]
-    alike = [first, *(name for name, leader in leaders.items() if leader == first)]
-    wanted = {name: [graph.layers[name].layout(value, own.strategy) for own in options[name]] for name in alike}
-    if maker is None:
-        homes = {arrival_layout(graph, cluster, value)}
-    else:
-        homes = {graph.layers[maker].layout(value, option.strategy) for option in options[maker]}
-    given = [*homes] * len(wanted[first]) if len(homes) == 1 else wanted[first]
-    moved = costs.transfer_matrix(graph.values[value], given, wanted[target])
-    decided = {wanted[name][0] for name in alike[1 : alike.index(target)] if len(set(wanted[name])) == 1}
-    there = equal(wanted[first], wanted[target]) | np.array([layout in decided for layout in wanted[target]])
-    return np.where(there, 0.0, moved.forward_s), np.where(there, 0.0, moved.backward_s)
+def _indivisible(given: Sequence[Option], wanted: Sequence[Option]) -> NDArray[np.bool_]:
+    """Pairs of replica counts that R4 forbids."""
+    ends = [np.array([option.strategy.replicas for option in own]) for own in (given, wanted)]
+    broken: NDArray[np.bool_] = ends[0][:, None] % ends[1][None, :] != 0
+    return broken
 
 
 def equal(one: Sequence[Hashable], other: Sequence[Hashable]) -> NDArray[np.bool_]:
@@ -225,3 +310,89 @@ def delivery_layout(graph: LayerGraph, cluster: Cluster, value: str) -> Layout:
     """Where a result goes: to the home device of one process, else samples back to where they came from, anything else
     to every device."""
     return StepSetting.on(cluster, graph.batch or 1).delivery(graph.batch_dims.get(value))
+
+
+def reuses(
+    graph: LayerGraph,
+    cluster: Cluster,
+    names: Sequence[str],
+    chosen: Sequence[Sequence[Choice]],
+    shape: Shape,
+    strict: bool = False,
+    fold: Fold | None = None,
+) -> dict[tuple[int, str], TransferReuse]:
+    """The nodes for all reads that may reuse a transfer, by reader and value: behind the layers, the delivery and the
+    placements of branches.
+
+    Args:
+        names: of the layers that are nodes.
+        chosen: their options.
+        strict: replica counts have to divide.
+    """
+    begin = len(names) + 1 + (0 if shape.average else len(shape.homes))
+    by_value: dict[str, list[Read]] = {}
+    for read in _reads(graph, cluster, names, chosen, shape, strict, fold) if cluster.count > 1 else ():
+        by_value.setdefault(read.value, []).append(read)
+    found: dict[tuple[int, str], TransferReuse] = {}
+    for value, readers in by_value.items():
+        for place, read in enumerate(readers):
+            some = _looked_at(readers, place)
+            if any(set(read.wants) & set(other.wants) for other in some):
+                found[read.reader, value] = _reuse(read, some, begin + len(found))
+    return found
+
+
+def _looked_at(readers: Sequence[Read], place: int) -> list[Read]:
+    """The readers before one whose transfers it may reuse."""
+    before, own = readers[:place], readers[place]
+    if len(readers) <= EVERY_READER:
+        return list(before)
+    return [
+        other for other in before
+        if other is before[0] or other.reader == own.first or len({layout for layout, _ in other.wants}) == 1
+    ]  # fmt: skip
+
+
+def _reuse(read: Read, earlier: Sequence[Read], node: int) -> TransferReuse:
+    numbers: dict[Hashable, int] = {}
+    wanted = [np.array([numbers.setdefault(one, len(numbers)) for one in own.wants]) for own in (*earlier, read)]
+    groups: dict[Hashable, int] = {}
+    group = np.array([groups.setdefault(one, len(groups)) for one in zip(read.wants, read.groups, strict=True)])
+    options: list[tuple[int, int]] = []
+    for first in (int(np.flatnonzero(group == number)[0]) for number in range(len(groups))):
+        own = wanted[-1][first]
+        for place, one in enumerate(wanted[:-1]):
+            if (one == own).any():
+                options.append((first, place))
+            if (one == own).all():
+                break
+        else:
+            options.append((first, len(earlier)))
+    standing, source = np.array(options).T
+    used = sorted(set(source.tolist()) - {len(earlier)})
+    others, kept = tuple(earlier[place].reader for place in used), tuple(wanted[place] for place in (*used, -1))
+    return TransferReuse(
+        node, read.value, read.reader, others, kept, group, standing, np.searchsorted([*used, len(earlier)], source)
+    )
+
+
+def _reads(
+    graph: LayerGraph,
+    cluster: Cluster,
+    names: Sequence[str],
+    chosen: Sequence[Sequence[Choice]],
+    shape: Shape,
+    strict: bool,
+    fold: Fold | None,
+) -> Iterator[Read]:
+    """Every read of a value that may have to be moved, the delivery's last."""
+    place, by_replicas = {name: v for v, name in enumerate(names)}, shape.in_roles or strict
+    for v, (name, own) in enumerate(zip(names, chosen, strict=True)):
+        layer, first = graph.layers[name], fold.first.get(name, name) if fold is not None else name
+        groups = [(o.role, o.because, o.placement, o.strategy.replicas if by_replicas else 0) for o in own]
+        for value in dict.fromkeys(layer.inputs):
+            if value in graph.producer or value in graph.user_inputs:
+                wants = [(layer.layout(value, one.strategy), one.role is Stage.PASSES) for one in own]
+                yield Read(value, v, wants, groups, place[first] if first != name else None)
+    for value in delivered(graph):
+        yield Read(value, len(names), [(delivery_layout(graph, cluster, value), False)], [None])

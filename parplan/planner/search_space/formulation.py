@@ -9,10 +9,11 @@ block between, which counts as often as it stands for others, and edges by which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +24,8 @@ from parplan.graph.repeated import Fold
 from parplan.lowering.stages import Stage
 from parplan.plan import Strategy
 from parplan.planner.search_space.any_block import folded
-from parplan.planner.search_space.edges import edge_parts, equal
-from parplan.planner.search_space.options import LikeReaders, Option, like_readers, node_parts, priced_option
+from parplan.planner.search_space.edges import TransferReuse, edge_parts, equal, reuses
+from parplan.planner.search_space.options import Option, arrival_s, node_parts, priced_option
 from parplan.planner.search_space.shape import ONE_PASS, Choice, Placement, Shape, choices, role_rows
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
@@ -43,7 +44,8 @@ class Formulation:
     """The abstract problem and what its numbers stand for.
 
     `options[i][k]` is option k of layer i; `names[i]` its layer, the delivery last; `parts` the seconds of the step
-    that the problem's costs and maxima were made of; `fold` the repeated blocks that are planned alike.
+    that the problem's costs and maxima were made of; `fold` the repeated blocks that are planned alike; `reused` the
+    nodes that say whose transfer of a value is reused, which follow from the options of the layers.
     """
 
     problem: Problem
@@ -51,6 +53,7 @@ class Formulation:
     options: tuple[tuple[Option, ...], ...]
     parts: StepParts
     fold: Fold | None = None
+    reused: tuple[TransferReuse, ...] = ()
 
     @cached_property
     def layers(self) -> dict[str, int]:
@@ -67,6 +70,17 @@ class Formulation:
         """The shape of plan that it is for."""
         return self.parts.shape
 
+    @cached_property
+    def layout_changes(self) -> tuple[Edge, ...]:
+        """Edges between layers that hand on a value: per pair of options, how many layers take it in another layout."""
+        count, arrangements = len(self.options), [[one.strategy.arrangement for one in own] for own in self.options]
+        ends = ((e.source, e.target if e.target < count else e.counted_at) for e in self.parts.edges)
+        return tuple(
+            Edge(source, target, np.where(equal(arrangements[source], arrangements[target]), 0.0, self.times(target)))
+            for source, target in dict.fromkeys(ends)
+            if target < count
+        )
+
     def choice(self, strategies: Mapping[str, Strategy], roles: Mapping[str, Stage] | None = None) -> tuple[int, ...]:
         """The choice that stands for these strategies, in these roles if given (the delivery has one).
 
@@ -78,7 +92,14 @@ class Formulation:
             own.index((strategies[name], roles[name] if roles else None))
             for name, own in zip(self.names, known, strict=False)
         ]
-        return (*picked, *[0] * (len(self.problem.nodes) - len(picked)))
+        return tuple(self.followed((*picked, *[0] * (len(self.problem.nodes) - len(picked)))))
+
+    def followed(self, choice: Sequence[Any]) -> list[Any]:
+        """The choice, or several at once where nodes have arrays, with those nodes that follow from layers' options."""
+        result = list(choice)
+        for reuse in self.reused:
+            result[reuse.node] = reuse.option(choice)
+        return result
 
     def device_peaks(self, choice: Sequence[int], devices: int) -> tuple[int, ...]:
         """Peak bytes of every device by what layers hold, without transfers."""
@@ -130,20 +151,12 @@ def formulate(
     kept = fold.kept if fold is not None else {name: name for name in graph.layers}
     names = tuple(dict.fromkeys(kept.values()))
     shape = replace(shape, homes=_homes_of(kept, shape), inside=frozenset(kept[name] for name in shape.inside))
-    like = like_readers(graph, shape)
-    options: list[tuple[Option, ...]] = []
-    for name in names:
-        look()
-        layer = graph.layers[name]
-        own = _choices(graph, like, layer, candidates[name], shape, strict)
-        options.append(tuple(priced_option(graph, cluster, costs, like, layer, one, shape) for one in own))
-        if on_layer:
-            on_layer(len(options), len(names))
+    chosen = [_choices(graph, graph.layers[name], candidates[name], shape, strict) for name in names]
     place = {name: index for index, name in enumerate(names)}
+    reused = reuses(graph, cluster, names, chosen, shape, strict, fold)
+    options = _options(graph, cluster, costs, names, chosen, reused, shape, on_layer, look)
     layers = {name: place[other] for name, other in kept.items()}
-    edges = edge_parts(graph, cluster, costs, like, names, layers, options, shape, fold, look)
-    if strict:
-        edges = [_r4(edge, graph, names, options) for edge in edges]
+    edges = edge_parts(graph, cluster, costs, reused, names, layers, options, shape, strict, fold, look)
     own_parts = [node_parts(own, shape) for own in options]
     own_parts += [NodeParts.alone(np.array([costs.step.overhead_s]), len(shape.lanes))]
     between = frozenset(place[name] for name in (fold.times if fold is not None else ()))
@@ -152,18 +165,22 @@ def formulate(
     phases = [[[place[name] for name in branch] for branch, _ in phase[0]] for phase in shape.homes]
     if not shape.average:
         edges += _placements(own_parts, phases, options, shape)
-    else:
-        known = [[(option.strategy, option.pays) for option in own] for own in options]
+    own_parts += [_reuse_parts(graph, cluster, costs, names, own_parts, options, shape, one) for one in reused.values()]
+    if shape.average:
         inside = frozenset(place[name] for name in shape.inside)
-        own_parts, edges, least = folded(own_parts, edges, known, cluster.count, inside)
-        options = [tuple(own[k] for k in some) for own, some in zip(options, least, strict=True)]
+        own_parts, edges, least = folded(own_parts, edges, _forms(options, reused.values()), cluster.count, inside)
+        options = [tuple(own[k] for k in some) for own, some in zip(options, least, strict=False)]
     edges += _ties(fold, place, options) if fold is not None else []
     hidden = min(1.0, max(0.0, costs.step.overlap))
     parts = StepParts(own_parts, edges, shape, hidden, phases, far_s, len(names) + 1, between)
     # The devices that are followed hold at least as much as any other of their kind.
     lanes = () if shape.average else shape.lanes
     node_s, edge_s, maxima = assembled(parts)
-    others = [DELIVERY, *["(placement)"] * (len(node_s) - len(names) - 1)]
+    others = [
+        DELIVERY,
+        *["(placement)"] * (len(node_s) - len(names) - 1 - len(reused)),
+        *["(transfer reused)"] * len(reused),
+    ]
     usages = [tuple(one for number, lane in enumerate(lanes) for one in _usages(own, lane, number)) for own in options]
     usages += [()] * len(others)
     problem = Problem(
@@ -179,14 +196,15 @@ def formulate(
         ),
         maxima=maxima,
     )
-    return Formulation(problem, (*names, DELIVERY), tuple(options), parts, fold)
+    return Formulation(
+        problem, (*names, DELIVERY), tuple(options), parts, fold, () if shape.average else tuple(reused.values())
+    )
 
 
 def _choices(
-    graph: LayerGraph, like: LikeReaders, layer: Layer, candidates: Sequence[Strategy], shape: Shape, strict: bool
+    graph: LayerGraph, layer: Layer, candidates: Sequence[Strategy], shape: Shape, strict: bool
 ) -> tuple[Choice, ...]:
-    """The choices of a layer; for a bound over plans with and without branches at the same time those of like readers
-    in branches twice, to share what they read or to pay for it.
+    """The choices of a layer.
 
     Raises:
         InfeasibleShape: it has none.
@@ -195,9 +213,61 @@ def _choices(
     own = tuple(one for one in own if not (strict and layer.is_loss and one.strategy.shards > 1))  # R7
     if not own:
         raise InfeasibleShape(layer.name)
-    if shape.average and any({layer.name, every.get(layer.name)} <= shape.in_branches for every in like.values()):
-        own += tuple(replace(one, pays=True) for one in own)
     return own
+
+
+def _options(
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    names: Sequence[str],
+    chosen: Sequence[Sequence[Choice]],
+    reused: Collection[tuple[int, str]],
+    shape: Shape,
+    on_layer: Callable[[int, int], None] | None,
+    look: Callable[[], None],
+) -> list[tuple[Option, ...]]:
+    """The choices of every layer with their costs; what may be brought for an earlier layer is not in a layer's own."""
+    options: list[tuple[Option, ...]] = []
+    for v, (name, own) in enumerate(zip(names, chosen, strict=True)):
+        look()
+        layer = graph.layers[name]
+        arriving = [value for value in layer.inputs if value in graph.user_inputs and (v, value) not in reused]
+        options.append(tuple(priced_option(graph, cluster, costs, arriving, layer, one, shape) for one in own))
+        if on_layer:
+            on_layer(len(options), len(names))
+    return options
+
+
+def _reuse_parts(
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    names: Sequence[str],
+    nodes: Sequence[NodeParts],
+    options: Sequence[Sequence[Option]],
+    shape: Shape,
+    reuse: TransferReuse,
+) -> NodeParts:
+    """Seconds of a node that says whose transfer is reused: the arrival of a user's input."""
+    seconds, inside = np.zeros(len(reuse.group)), np.zeros(len(reuse.group), dtype=bool)
+    if reuse.value in graph.user_inputs:
+        layer, own = graph.layers[names[reuse.reader]], options[reuse.reader]
+        seconds = np.array([arrival_s(graph, cluster, costs, reuse.value, layer, one, shape) for one in own])
+        inside = np.array([one.role is Stage.PASSES for one in own])
+    return reuse.parts(nodes[reuse.reader], seconds, inside)
+
+
+def _forms(options: Sequence[Sequence[Option]], reused: Collection[TransferReuse]) -> list[list[tuple[Hashable, int]]]:
+    """Of every option of every node, all that does not depend on where its devices are, and their number."""
+    layers: list[list[tuple[Hashable, int]]] = [
+        [(one.strategy.key, len(one.strategy.devices)) for one in own] for own in options
+    ]
+    layers.append([((), 0)])  # the delivery
+    for reuse in reused:
+        forms = [layers[reuse.reader][k] for k in reuse.standing]
+        layers.append([((key, int(source)), count) for (key, count), source in zip(forms, reuse.source, strict=True)])
+    return layers
 
 
 def _homes_of(kept: Mapping[str, str], shape: Shape) -> tuple[tuple[Placement, ...], ...]:
@@ -248,18 +318,12 @@ def _counted_often(
 def _ties(fold: Fold, place: Mapping[str, int], options: Sequence[Sequence[Option]]) -> list[EdgeParts]:
     """Edges by which layers that are alike have the same strategy, all but those of the first block in the same role.
 
-    What begins the passes may be in the first block. Branches of all copies are at the same time, or none are, so like
-    readers in them share or pay alike.
+    What begins the passes may be in the first block.
     """
     ties = []
     for alike in fold.alike:
         for first, ends in zip((True, False), pairwise(place[name] for name in alike), strict=True):
-            # The first copy of all that read a value has nobody to share with.
-            both = all({o.pays for o in options[v]} == {False, True} for v in ends)
-            known, again = (
-                [(o.strategy, o.placement, both and o.pays, None if first else o.role) for o in options[v]]
-                for v in ends
-            )
+            known, again = ([(o.strategy, o.placement, None if first else o.role) for o in options[v]] for v in ends)
             same = np.where(equal(known, again), 0.0, np.inf)
             zero = np.zeros_like(same)
             ties.append(EdgeParts(*ends, same, (zero, zero)))
@@ -328,12 +392,3 @@ def _strict_rules(graph: LayerGraph, names: Sequence[str], options: Sequence[Seq
                 terms = {position[one]: counts[one], position[other]: -counts[other]}
                 rows.append(Linear(f"{rule} at {name}: {one} and {other} need equal replicas", terms, 0.0, 0.0))
     return rows
-
-
-def _r4(edge: EdgeParts, graph: LayerGraph, names: Sequence[str], options: Sequence[Sequence[Option]]) -> EdgeParts:
-    """R4: pairs of replica counts that do not divide are forbidden (not before the delivery, nor of like readers)."""
-    if edge.target >= len(options) or not graph.digraph.has_edge(names[edge.source], names[edge.target]):
-        return edge
-    ends = [np.array([o.strategy.replicas for o in options[index]]) for index in (edge.source, edge.target)]
-    broken = ends[0][:, None] % ends[1][None, :] != 0
-    return replace(edge, allowed=np.where(broken, np.inf, edge.allowed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,12 +18,7 @@ from parplan.plan import Strategy
 from parplan.planner.search_space.shape import Choice, Shape
 from parplan.planner.search_space.step_time import NodeParts
 
-__all__ = [
-    "LikeReaders", "Option", "arrival_layout", "like_readers", "node_parts", "of_pass", "priced_option",
-]  # fmt: skip
-
-LikeReaders = Mapping[str, Mapping[str, str]]
-"""Per value, the layers that read it as an earlier layer of their kind does, and the first such layer."""
+__all__ = ["Option", "arrival_layout", "arrival_s", "node_parts", "of_pass", "priced_option"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,31 +50,36 @@ class Option(Choice):
 
 
 def priced_option(
-    graph: LayerGraph, cluster: Cluster, costs: CostModel, like: LikeReaders, layer: Layer, own: Choice, shape: Shape
-) -> Option:
-    strategy, inside = own.strategy, own.role is Stage.PASSES
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, arriving: Collection[str], layer: Layer, own: Choice,
+    shape: Shape,
+) -> Option:  # fmt: skip
+    """A choice with its costs.
+
+    Args:
+        arriving: inputs of the user that are brought for this layer, whatever others read.
+    """
+    strategy = own.strategy
     reduce_s = costs.reduction(layer, strategy)
     post_update_s = costs.step.late * reduce_s
-    # Bringing it what it takes of the user's inputs from where they arrive.
-    arrivals = (
-        costs.transfer(
-            of_pass(graph, v, shape) if inside else graph.values[v],
-            arrival_layout(graph, cluster, v),
-            layer.layout(v, strategy),
-        )
-        for v in layer.inputs
-        if v in graph.user_inputs and (own.pays or layer.name not in like.get(v, {}))
-    )
     return Option(
         **vars(own),
-        cost=costs.layer(layer, strategy, shape.passes if inside else 1),
+        cost=costs.layer(layer, strategy, shape.passes if own.role is Stage.PASSES else 1),
         batch_norm_sync_s=_batch_norm_sync_s(layer, strategy, costs, graph),
         memory=costs.memory(layer, strategy),
         reduce_s=reduce_s,
         compute_interference_s=(1 - costs.step.overlap) * (reduce_s - post_update_s),
-        arrival_s=sum(moved.forward_s + moved.backward_s for moved in arrivals),
+        arrival_s=sum(arrival_s(graph, cluster, costs, value, layer, own, shape) for value in arriving),
         post_update_s=post_update_s,
     )
+
+
+def arrival_s(
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, value: str, layer: Layer, own: Choice, shape: Shape
+) -> float:
+    """Seconds to bring a layer what it takes of a user's input from where that arrives, of one pass if it is in one."""
+    spec = of_pass(graph, value, shape) if own.role is Stage.PASSES else graph.values[value]
+    moved = costs.transfer(spec, arrival_layout(graph, cluster, value), layer.layout(value, own.strategy))
+    return moved.forward_s + moved.backward_s
 
 
 def of_pass(graph: LayerGraph, value: str, shape: Shape) -> TensorSpec:
@@ -130,20 +130,3 @@ def _batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph
     shard_dim = None if cut is None else 2
     moved = costs.transfer(spec, Layout(strategy.grid, 0, shard_dim), Layout(strategy.grid, None, shard_dim))
     return moved.forward_s + costs.step.batch_norm_s / 2
-
-
-def like_readers(graph: LayerGraph, shape: Shape) -> LikeReaders:
-    """Which layers of one kind read the same value, such as query, key and value.
-
-    Of shapes in one pass, and not in branches that may run at the same time, unless plans are bounded.
-    """
-    apart = shape.in_branches if not shape.average else frozenset[str]()
-    first: dict[tuple[str, str], str] = {}
-    found: dict[str, dict[str, str]] = {}
-    for name, layer in graph.layers.items() if not shape.in_roles else ():
-        for value in dict.fromkeys(layer.inputs):
-            leader = first.setdefault((value, layer.kind), name)
-            moved = value in graph.producer or value in graph.user_inputs
-            if leader != name and moved and not {name, leader} <= apart:
-                found.setdefault(value, {})[name] = leader
-    return found

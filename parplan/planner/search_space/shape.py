@@ -73,11 +73,6 @@ class Shape:
         """Whether layers run before, in or behind passes."""
         return self.any_passes or self.passes > 1
 
-    @property
-    def in_branches(self) -> frozenset[str]:
-        """Layers of branches that may run at the same time."""
-        return self.inside.union(*(branch for phase in self.homes for branch, _ in phase[0]))
-
     def describe(self) -> str:
         """Words for a report: `interleave, 8 to 1 replicas`."""
         if self.homes and not self.average:
@@ -95,16 +90,13 @@ ONE_PASS = Shape()
 class Choice:
     """A strategy of a layer in a role, and the placement of its phase that it belongs to; None: one after another.
 
-    Where passes of any replica counts are bounded, `because` is the feeding layer that gives it the role. Where plans
-    with and without branches at the same time are bounded, `pays` is whether it brings itself what an earlier layer of
-    its kind reads, as in branches.
+    Where passes of any replica counts are bounded, `because` is the feeding layer that gives it the role.
     """
 
     strategy: Strategy
     role: Stage = Stage.BEFORE
     placement: int | None = None
     because: str | None = None
-    pays: bool = False
 
 
 def choices(graph: LayerGraph, layer: Layer, strategies_: Sequence[Strategy], shape: Shape) -> tuple[Choice, ...]:

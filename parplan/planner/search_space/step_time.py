@@ -101,7 +101,7 @@ class EdgeParts:
         once: forward and backward of values that move once.
         within: those between layers in passes, per pass.
         inwards, outwards: those over the boundary of the passes, per pass.
-        backward_of: the node in whose backward they count, if not the target.
+        reader: the node in whose forward and backward they count, if not the target.
     """
 
     source: int
@@ -111,11 +111,16 @@ class EdgeParts:
     within: tuple[FloatArray, FloatArray] | None = None
     inwards: tuple[FloatArray, FloatArray] | None = None
     outwards: tuple[FloatArray, FloatArray] | None = None
-    backward_of: int | None = None
+    reader: int | None = None
 
     MOVED = ("once", "within", "inwards", "outwards")
 
-    def scaled(self, times: int | NDArray[np.int_]) -> EdgeParts:
+    @property
+    def counted_at(self) -> int:
+        """The node in whose forward and backward the seconds count."""
+        return self.target if self.reader is None else self.reader
+
+    def scaled(self, times: int | FloatArray) -> EdgeParts:
         """Parts of so many equal edges, for each option of the target if it is an array."""
         moved = {name: getattr(self, name) for name in self.MOVED}
         more: dict[str, Any] = {
@@ -200,7 +205,7 @@ def assembled(parts: StepParts) -> tuple[list[FloatArray], list[FloatArray], tup
         rest = rest + (0.0 if shape.by_device else own.update_s)
         nodes.append(rest if v in in_phase else once + rest)
     for part in parts.edges:
-        cost = part.allowed if part.target in in_phase else part.allowed + part.once[0]
+        cost = part.allowed if part.counted_at in in_phase else part.allowed + part.once[0]
         cost = cost + part.within[0] if part.within is not None else cost
         for moved in (part.inwards, part.outwards):
             cost = cost + (1 + again) * moved[0] + again * moved[1] if moved is not None else cost
@@ -227,6 +232,12 @@ def _tracks(parts: StepParts, phase: Sequence[Sequence[int]]) -> list[tuple[Sequ
 
 Places = int | NDArray[np.intp] | None
 """A lane, or one for every option of a layer; None: all of them."""
+
+
+def _places(parts: StepParts, v: int, place: int | None) -> Places:
+    """The lanes that a row takes for a node's options: those with the `place`-th most to do, or the lane itself."""
+    order = parts.nodes[v].order
+    return place if place is None or order is None else order[place]
 
 
 def _counted(parts: StepParts, v: int, places: Places) -> FloatArray | float:
@@ -261,10 +272,9 @@ def _phase_rows(
         row = _Sum(maxima=dict(begin or {}))
         for v in track:
             own = parts.nodes[v]
-            places = None if place is None or own.order is None else own.order[place]
-            row.node(v, _counted(parts, v, places) * (own.backward_s if backward else own.once_s))
-            for e in (e for e, part in enumerate(parts.edges) if part.target == v):
-                row.edge(e, _held(parts, e, places) * parts.edges[e].once[backward])
+            row.node(v, _counted(parts, v, _places(parts, v, place)) * (own.backward_s if backward else own.once_s))
+            for e, edge in ((e, edge) for e, edge in enumerate(parts.edges) if edge.counted_at == v):
+                row.edge(e, _held(parts, e, _places(parts, edge.target, place)) * edge.once[backward])
         rows.append(row.row())
     if not parts.shape.average:
         return rows
@@ -306,7 +316,7 @@ class _Backward:
         self.by_device = parts.shape.by_device
         self.into: list[list[int]] = [[] for _ in parts.nodes]
         for e, edge in enumerate(parts.edges):
-            self.into[edge.target if edge.backward_of is None else edge.backward_of].append(e)
+            self.into[edge.counted_at].append(e)
         self.ends: list[int | None] = [None] * len(parts.nodes[0].lanes)
         self.busy = [_Sum() for _ in self.ends]  # what each lane has gone back itself
 
@@ -382,8 +392,8 @@ class _Backward:
             self.by_device and done.edges and v not in self.parts.between
         ):  # a device updates when it has sent these, too
             for place, _ in places:
-                for e in (e for e in self.into[v] if self.parts.edges[e].target == v):
-                    self.busy[place].edge(e, own.lanes[place] * self.parts.edges[e].once[1])
+                for e, edge in ((e, self.parts.edges[e]) for e in self.into[v]):
+                    self.busy[place].edge(e, self.parts.nodes[edge.target].lanes[place] * edge.once[1])
                 if (end := self.ends[place]) is not None and own.lanes[place].any():
                     row = _Sum(dict(done.nodes), dict(done.edges), dict(done.maxima))
                     row.node(v, -self.far_s * (own.lanes[place] < 1))

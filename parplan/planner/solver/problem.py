@@ -30,8 +30,8 @@ from parplan.errors import ParplanError
 
 __all__ = [
     "Cause", "Edge", "Evaluation", "FloatArray", "Infeasibility", "Linear", "Mask", "Maximum", "Node", "Problem",
-    "Reduced", "Row", "Solution", "Status", "Usage", "changed_objectives", "evaluate", "objective",
-    "restrict", "row_seconds",
+    "Reduced", "Row", "Solution", "Status", "Usage", "evaluate", "objective", "objectives_at", "restrict",
+    "row_seconds",
 ]  # fmt: skip
 
 FloatArray = NDArray[np.float64]
@@ -321,24 +321,26 @@ def _seconds(problem: Problem, choice: Sequence[int]) -> tuple[float, tuple[floa
     return total, tuple(values)
 
 
-def changed_objectives(problem: Problem, choice: Sequence[int], *nodes: int) -> FloatArray:
-    """T with each strategy of some nodes, the same of all, and `choice` otherwise, whatever limits that breaks.
+def objectives_at(problem: Problem, choices: Sequence[int | NDArray[np.intp]]) -> FloatArray:
+    """T of several choices at once, whatever limits they break: per node one strategy for all, or an array of theirs.
 
-    Shape (strategies,).
+    Shape of the arrays.
     """
-    costs: FloatArray = np.sum([problem.nodes[v].cost_s for v in nodes], axis=0)
-    constant = sum(float(other.cost_s[choice[v]]) for v, other in enumerate(problem.nodes) if v not in nodes)
+    costs: FloatArray = np.zeros(np.broadcast_shapes(*map(np.shape, choices)))
+    for node, k in zip(problem.nodes, choices, strict=True):
+        costs = costs + node.cost_s[k]
     for edge in problem.edges:
-        costs = costs + _at(edge.cost_s, edge, choice, nodes)
-    values: list[FloatArray | float] = []
+        costs = costs + edge.cost_s[choices[edge.source], choices[edge.target]]
+    values: list[FloatArray] = []
     for maximum in problem.maxima:
         sums = []
         for row in maximum.rows:
-            seconds: FloatArray | float = row.constant_s
+            seconds: FloatArray = np.array(row.constant_s)
             for v, own in row.nodes.items():
-                seconds = seconds + (own if v in nodes else float(own[choice[v]]))
+                seconds = seconds + own[choices[v]]
             for index, pairs in row.edges.items():
-                seconds = seconds + _at(pairs, problem.edges[index], choice, nodes)
+                edge = problem.edges[index]
+                seconds = seconds + pairs[choices[edge.source], choices[edge.target]]
             for other, factor in row.maxima.items():
                 seconds = seconds + factor * values[other]
             sums.append(seconds)
@@ -346,17 +348,8 @@ def changed_objectives(problem: Problem, choice: Sequence[int], *nodes: int) -> 
         for seconds in sums[1:]:
             longest = np.maximum(longest, seconds)
         values.append(longest)
-        costs = costs + maximum.weight * longest if maximum.weight else costs
-    return costs + constant
-
-
-def _at(pairs: FloatArray, edge: Edge, choice: Sequence[int], nodes: Sequence[int]) -> FloatArray | float:
-    """The seconds of an edge at `choice`; of every strategy of `nodes` where an end of it is among them."""
-    if edge.source in nodes:
-        own: FloatArray = np.diagonal(pairs) if edge.target in nodes else pairs[:, choice[edge.target]]
-        return own
-    target: FloatArray = pairs[choice[edge.source]]
-    return target if edge.target in nodes else float(target[choice[edge.target]])
+        costs = costs + maximum.weight * longest
+    return costs
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
