@@ -243,7 +243,7 @@ def test_a_given_plan_is_priced_at_the_batch_at_hand() -> None:
     assert decided(graph, cluster, PlanRequest(plan=mine)).plan == replace(mine, batch=12)
     odd = replace(mine, devices=5, layers={name: Strategy(5, 1, None, tuple(range(5))) for name in graph.layers})
     found = decided(graph, cluster_preset(SLOW, 5), PlanRequest(plan=odd))
-    assert found.notes[-1].startswith("5 replicas have 3, 3, 2, 2, 2 samples; bends R1")
+    assert found.notes[-1].startswith("5 replicas have 3, 2, 3, 2, 2 samples; bends R1")
     with pytest.raises(RuleError, match=r"R1"):
         decided(graph, cluster_preset(SLOW, 5), PlanRequest(plan=replace(odd, rules="strict")))
 
@@ -328,7 +328,7 @@ def test_data_parallel_has_unequal_parts_when_the_batch_does_not_divide() -> Non
         for rules in ("strict", "default")
     )
     assert (strict.step_s, strict.why_not) == (None, "R1: a batch of 12 does not divide by 5; 15 does")
-    assert (free.step_s is not None, free.bends) == (True, "R1: 3, 3, 2, 2, 2 samples")
+    assert (free.step_s is not None, free.bends) == (True, "R1: 3, 2, 3, 2, 2 samples")
 
 
 @pytest.mark.full
