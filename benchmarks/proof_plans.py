@@ -79,13 +79,14 @@ def branch_plans(problem: Problem, draw: random.Random) -> Iterator[Plan]:
         if any(a != b and set(a) & set(b) for a, b in combinations(homes, 2)) or len(set(homes)) == 1:
             continue
         place = {name: (block,) for branch, block in zip(phase, homes, strict=True) for name in branch}
-        layers = {
-            name: draw.choice(strategies(layer, graph.batch or 1, place.get(name, blocks)))
-            for name, layer in graph.layers.items()
+        known = {
+            name: strategies(layer, graph.batch or 1, place.get(name, blocks)) for name, layer in graph.layers.items()
         }
-        plan = Plan(graph.model, graph.fingerprint, graph.batch or 1, problem.cluster.count, layers)
-        if is_legal(plan, problem):
-            yield plan
+        if all(known.values()):
+            layers = {name: draw.choice(own) for name, own in known.items()}
+            plan = Plan(graph.model, graph.fingerprint, graph.batch or 1, problem.cluster.count, layers)
+            if is_legal(plan, problem):
+                yield plan
 
 
 def words(plan: Plan) -> str:
