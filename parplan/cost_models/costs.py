@@ -212,7 +212,7 @@ class CostModel(Protocol):
         """Peak bytes per device of a whole plan; None where no more is known than what its layers add up to."""
 
     def memory_over_step(self, strategies: Mapping[str, Strategy]) -> IntArray | None:
-        """Bytes by phase of the step and device (memory/plan_peaks.py); None where peaks are not known either."""
+        """Bytes by point of the step and device (memory/plan_peaks.py); None where peaks are not known either."""
 
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
         """Cost of changing `value` from one layout to another."""

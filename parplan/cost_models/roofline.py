@@ -156,7 +156,7 @@ class RooflineCosts:
         return self._peaks[key]
 
     def memory_over_step(self, strategies: Mapping[str, Strategy]) -> IntArray:
-        """Bytes by phase of the step and device of a whole plan in one pass, transfers included."""
+        """Bytes by point of the step and device of a whole plan in one pass, transfers included."""
         program = lower(self.graph, strategies, StepSetting.on(self.cluster, self.graph.batch or 1))
         return memory_over_step(self.memory_model, program)
 

@@ -59,7 +59,8 @@ class MemoryModel:
     Attributes:
         graph, on_cpu: as given.
         optimizer: what it keeps beside every parameter, and needs to update one.
-        moments: the time points at which memory is counted.
+        ops: of the graph, with when each runs.
+        moments: the points at which memory is counted.
         users: the layers that use each parameter, in order, by placeholder.
     """
 
