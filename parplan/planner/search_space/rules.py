@@ -33,7 +33,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def parts_words(batch: int, replicas: int) -> str:
-    """The samples of every replica, the larger parts first; of many replicas how many have each part.
+    """The samples of every replica, in order; of many replicas how many have each part.
 
     >>> parts_words(256, 3)
     '86, 85, 85'
