@@ -139,8 +139,7 @@ def test_no_combination_of_strategies_is_faster(seed: int, devices: int) -> None
     candidates = {name: strategies(layer, 6, devices) for name, layer in graph.layers.items()}
     best = brute_force(formulate(graph, on, costs, candidates).problem)
     decision = decide(graph, on, costs, PlanRequest(tolerance=0))
-    assert decision.proof.status == "OPTIMAL"
-    assert decision.prediction.step_s <= best.objective * (1 + 1e-6)  # of plans on the first devices
+    assert decision.proof.bound <= decision.prediction.step_s <= best.objective * (1 + 1e-6)  # of the first devices
     check(decision.plan, graph)
 
 
