@@ -78,3 +78,10 @@ def test_figures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (one,) = json.loads((tmp_path / "beaten.json").read_text(encoding="utf-8"))
     assert one["chosen"]["model"] == "chain:0"
     assert "1 of 1 plans are called OPTIMAL; 0 of them are beaten" in capsys.readouterr().out
+
+
+def test_a_bound_is_branched_on_by_choices_of_its_own_problem() -> None:
+    """Cut off twice, so that fewer strategies are left than when prices were first combined."""
+    found = proofs.chosen(drawn("towers", 2, 4))[1]
+    assert found.bound_s is not None
+    assert found.bound_s <= found.simulated_s * (1 + proofs.EXACT)

@@ -278,6 +278,7 @@ class _Run:
             met.append(point.choice)
             return self.objective if np.isfinite(self.objective) else 1.1 * abs(point.value)
 
+        self.mean = []  # choices of this problem only: one with fewer strategies numbers them otherwise
         start = start or relaxation.start()
         if start.portions is not None:
             best = climb(relaxation, start, self.objective, STEPS, seen, self.deadline)
@@ -339,7 +340,6 @@ class _Run:
             nodes = tuple(replace(own, cost_s=cost) for own, cost in zip(problem.nodes, costs, strict=True))
             inside = replace(relaxation, problem=replace(problem, nodes=nodes))
             if fixed:
-                self.mean = []
                 known = [one for one in met if all(one[v] == k for v, k in fixed.items())]
                 best = self.climb(reduced, inside, replace(best.prices, portions=None), known)
             # The decision on which the choices that the bound is a mean of agree the least.
