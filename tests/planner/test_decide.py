@@ -314,7 +314,7 @@ def test_one_device_costs_the_same_however_many_there_are_to_plan_for() -> None:
 def test_one_device_is_one_device_when_memory_makes_plans_spread() -> None:
     graph, cluster = classifier(), cluster_preset(SLOW, 3)
     needed = max(decided(graph, cluster_preset(SLOW, 1)).prediction.memory_bytes)
-    decision = decided(graph, small_memory(cluster, needed // 2))
+    decision = decided(graph, small_memory(cluster, 2 * needed // 3))
     one = next(rival for rival in decision.baselines if rival.name == "one device")
     assert one.plan is not None
     assert {strategy.devices for strategy in one.plan.layers.values()} == {(0,)}
