@@ -33,7 +33,7 @@ from parplan.planner.explain.pin_prices import with_pins
 from parplan.planner.explain.reasons import with_reasons
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
-from parplan.planner.search.context import Case, fits, formulated, plain, shape_of, simulated_step
+from parplan.planner.search.context import EXACT, Case, fits, formulated, plain, shape_of, simulated_step
 from parplan.planner.search.schemes import (
     needs_simulation,
     rival_in_passes,
@@ -150,8 +150,8 @@ def _taken(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tu
     A plan that the user decides, in part or by its scheme, stays as it is.
     """
     case, request, graph = search.case, search.case.request, search.case.graph
-    step_s, before = _predicted(found.plan, graph, case.cluster, case.costs).step_s, found.proof.simpler
-    fastest_s = step_s if before is None else step_s * before.fastest_s / found.proof.objective
+    step_s, before = found.proof.objective, found.proof.simpler
+    fastest_s = step_s if before is None else before.fastest_s
     simplest = None
     if request.plan is None and not request.pins and request.scheme in ("auto", "gather"):
         alone = not request.started_ranks
@@ -198,7 +198,7 @@ def _predicted(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel
     """The step of a plan by the objective, whose parts are of the whole plan; simulated where that differs."""
     formulation, choice = formulated(plan, graph, cluster, costs)
     step, timeline = prediction(formulation, choice, costs, cluster.count), simulated_step(plan, graph, cluster, costs)
-    add_up = timeline is None or isclose(timeline.step_s, step.step_s, rel_tol=GAP)
+    add_up = timeline is None or isclose(timeline.step_s, step.step_s, rel_tol=EXACT)
     if timeline is None or (add_up and not needs_simulation(plan, graph)):
         return step
     return simulated_prediction(step, timeline)

@@ -20,12 +20,15 @@ from parplan.planner.simulation.timeline import Timeline, simulate
 from parplan.planner.solver.problem import Solution, objective
 
 __all__ = [
-    "SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "plain", "shape_of", "simulated_step",
+    "EXACT", "SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "plain", "shape_of", "simulated_step",
 ]  # fmt: skip
 
 
 SIMULATED = 64
 """Devices up to which steps are simulated; on more, and of repeated blocks, the objective predicts them."""
+
+EXACT = 1e-6
+"""Part of a step up to which its T and its simulation count as equal."""
 
 
 class Deadline:

@@ -179,8 +179,9 @@ def _price(case: Case, plan: Plan, memory_bytes: int) -> SchemePrice:
         return SchemePrice(plan.scheme, 1, None, None, None, None, str(error))
     timeline = simulated_step(plan, graph, case.cluster, case.costs)
     exposed_s = timeline.exposed_transfer_s if timeline is not None else None
+    step_s = timeline.step_s if timeline is not None else case.step_s(plan)
     samples = -(-plan.batch // passes)
-    return SchemePrice(plan.scheme, passes, case.step_s(plan), exposed_s, memory_bytes, samples)
+    return SchemePrice(plan.scheme, passes, step_s, exposed_s, memory_bytes, samples)
 
 
 # ---- the simulated step in place of the sum --------------------------------------------------------------------------

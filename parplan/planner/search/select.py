@@ -23,7 +23,7 @@ from parplan.plan import Plan, Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Proof, Simpler
 from parplan.planner.search.baselines import baselines
 from parplan.planner.search.branches import Branch, averaged, foldable, sections
-from parplan.planner.search.context import SIMULATED, fits, plain, shape_of
+from parplan.planner.search.context import EXACT, SIMULATED, fits, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placed
 from parplan.planner.search.fitting import fitting
 from parplan.planner.search.formulations import Formulations, OutOfTime
@@ -50,9 +50,6 @@ ANYWHERE = 8
 
 EVERY_PLACEMENT = 2
 """Devices up to which branches are placed on all disjoint blocks; on more, on blocks that make up the first devices."""
-
-EXACT = 1e-6
-"""Part of a step up to which its T and its simulation count as equal."""
 
 BETTER = 1e-6
 """A plan has to be faster by more than this, relative."""
@@ -381,8 +378,11 @@ class _Run:
             bound_s: T of no plan is less.
         """
         given, fold = self.case.request.plan is not None, self.case.fold
-        excess_s = max(0.0, min(best.objective_s, self.case.objective_s(best.plan)) - best.step_s)
-        bound_s = min(bound_s, best.step_s) - (excess_s if excess_s > EXACT * best.step_s else 0.0)
+        bound_s = min(bound_s, best.step_s)
+        exact_s = (1 + EXACT) * best.step_s
+        if best.objective_s > exact_s:  # that of the plan alone may be less
+            own_s = min(best.objective_s, self.case.objective_s(best.plan))
+            bound_s -= own_s - best.step_s if own_s > exact_s else 0.0
         gap = max(0.0, (best.step_s - bound_s) / best.step_s) if best.step_s > 0 else 0.0
         return Proof(
             (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value, best.step_s, bound_s, gap,

@@ -155,15 +155,14 @@ def edge_parts(
         reuse, source = reused.get((reader, value)), options[given]
         layer = graph.layers[names[reader]] if reader < len(names) else None
         if layer is None:
-            layouts, roles, target = [delivery_layout(graph, cluster, value)], [Stage.AFTER], None
+            many = 1 if reuse is None else len(reuse.source)
+            layouts, roles, target = [delivery_layout(graph, cluster, value)] * many, [Stage.AFTER] * many, None
         else:
             target = [options[reader][k] for k in reuse.standing] if reuse is not None else options[reader]
             layouts = [layer.layout(value, option.strategy) for option in target]
             roles = [option.role for option in target]
-        if reuse is not None and layer is None:
-            layouts, roles = layouts * len(reuse.source), roles * len(reuse.source)
         ends = given, reader if reuse is None else reuse.node
-        edge = _edge(graph, costs, ends, {value: layouts}, roles, maker, source, shape)
+        edge = _edge(graph, costs, ends, value, layouts, roles, maker, source, shape)
         if layer is not None and target is not None and (shape.any_passes or strict):
             barred = _barred(graph, maker, layer.name, source, target) if shape.any_passes else False
             r4 = _indivisible(source, target) if strict else False
@@ -212,37 +211,38 @@ def _edge(
     graph: LayerGraph,
     costs: CostModel,
     ends: tuple[int, int],
-    wanted: Mapping[str, Sequence[Layout]],
+    value: str,
+    layouts: Sequence[Layout],
     roles: Sequence[Stage],
     source: str,
     options: Sequence[Option],
     shape: Shape,
 ) -> EdgeParts:
-    """Seconds of the values on one edge, by how each pair of roles moves them (lowering/placement.py)."""
+    """Seconds of a value on one edge, by how each pair of roles moves it (lowering/placement.py).
+
+    Args:
+        layouts, roles: per option of the reader, in which it wants the value.
+        source: the layer that makes it, of these options.
+    """
     given_in = np.array([option.role is Stage.PASSES for option in options])[:, None]
     wanted_in = np.array([role is Stage.PASSES for role in roles])[None, :]
     order = list(Stage)  # no layer feeds one in an earlier role
     given_at, wanted_at = ([order.index(role) for role in own] for own in ([o.role for o in options], roles))
     allowed = np.where(np.greater.outer(given_at, wanted_at), np.inf, 0.0)
-    zero = np.zeros(allowed.shape)
-    once, within, inwards, outwards = [zero, zero], [zero, zero], [zero, zero], [zero, zero]
-    for value, layouts in wanted.items():
-        given = [graph.layers[source].layout(value, option.strategy) for option in options]
-        moved = costs.transfer_matrix(graph.values[value], given, layouts)
-        single = ~(given_in | wanted_in) | ((~given_in & wanted_in) if value not in graph.batch_dims else False)
-        kinds = [(once, single | (given_in == wanted_in) if shape.passes == 1 else single, moved)]
-        if shape.passes > 1:
-            part = pass_matrix(graph, costs, value, given, layouts, shape)
-            kinds += [
-                (within, given_in & wanted_in, costs.transfer_matrix(of_pass(graph, value, shape), given, layouts)),
-                (inwards, ~given_in & wanted_in & ~single, part),
-                (outwards, given_in & ~wanted_in, part),
-            ]
-        for total, where, cost in kinds:
-            total[0] = total[0] + np.where(where, cost.forward_s, 0.0)
-            total[1] = total[1] + np.where(where, cost.backward_s, 0.0)
-    several = [(one[0], one[1]) if one[0].any() or one[1].any() else None for one in (within, inwards, outwards)]
-    return EdgeParts(*ends, allowed, (once[0], once[1]), several[0], several[1], several[2])
+    given = [graph.layers[source].layout(value, option.strategy) for option in options]
+
+    def seconds(where: NDArray[np.bool_], cost: TransferMatrix) -> tuple[FloatArray, FloatArray]:
+        return np.where(where, cost.forward_s, 0.0), np.where(where, cost.backward_s, 0.0)
+
+    moved = costs.transfer_matrix(graph.values[value], given, layouts)
+    single = ~(given_in | wanted_in) | ((~given_in & wanted_in) if value not in graph.batch_dims else False)
+    if shape.passes == 1:
+        return EdgeParts(*ends, allowed, seconds(single | (given_in == wanted_in), moved))
+    part = pass_matrix(graph, costs, value, given, layouts, shape)
+    within = seconds(given_in & wanted_in, costs.transfer_matrix(of_pass(graph, value, shape), given, layouts))
+    crossing = seconds(~given_in & wanted_in & ~single, part), seconds(given_in & ~wanted_in, part)
+    several = [one if one[0].any() or one[1].any() else None for one in (within, *crossing)]
+    return EdgeParts(*ends, allowed, seconds(single, moved), several[0], several[1], several[2])
 
 
 def _barred(
