@@ -33,9 +33,10 @@ from parplan.planner.explain.pin_prices import with_pins
 from parplan.planner.explain.reasons import with_reasons
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
-from parplan.planner.search.context import EXACT, Case, fits, formulated, plain, shape_of, simulated_step
+from parplan.planner.search.context import (
+    EXACT, Case, fits, formulated, needs_simulation, plain, shape_of, simulated_step,
+)  # fmt: skip
 from parplan.planner.search.schemes import (
-    needs_simulation,
     rival_in_passes,
     scheme_prices,
     schemes_of,
@@ -44,6 +45,7 @@ from parplan.planner.search.schemes import (
 )
 from parplan.planner.search.select import ANYWHERE, Found, ShapeSearch
 from parplan.planner.search.simpler import Candidate, differences, plan_by_hand
+from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import nearest_to_fitting
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, pin_questions
@@ -104,7 +106,8 @@ def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -
     Raises:
         PlanError: the plan is for another model or number of devices, or breaks a rule.
     """
-    return _predicted(_reviewed(plan, graph, cluster), graph, cluster, costs)
+    plan = _reviewed(plan, graph, cluster)
+    return _predicted(plan, graph, cluster, costs, *formulated(plan, graph, cluster, costs))
 
 
 @seldom_collected()
@@ -119,7 +122,7 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
     case = _case(graph, cluster, costs, request)
     pins = pin_questions(request.pins, graph, cluster, request.rules == "strict")
     _, found = _searched(case, pins)
-    return _predicted(found.plan, graph, cluster, costs)
+    return _predicted(found.plan, graph, cluster, costs, *formulated(found.plan, graph, cluster, costs))
 
 
 def _searched(case: Case, pins: Questions) -> tuple[ShapeSearch, Found]:
@@ -194,9 +197,10 @@ def _is_legal(one: Baseline, graph: LayerGraph, rules: str) -> bool:
     return True
 
 
-def _predicted(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> Prediction:
-    """The step of a plan by the objective, whose parts are of the whole plan; simulated where that differs."""
-    formulation, choice = formulated(plan, graph, cluster, costs)
+def _predicted(
+    plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel, formulation: Formulation, choice: Sequence[int]
+) -> Prediction:
+    """The step of a plan by the objective of the plan alone; simulated where its parts do not add up."""
     step, timeline = prediction(formulation, choice, costs, cluster.count), simulated_step(plan, graph, cluster, costs)
     add_up = timeline is None or isclose(timeline.step_s, step.step_s, rel_tol=EXACT)
     if timeline is None or (add_up and not needs_simulation(plan, graph)):
@@ -251,8 +255,10 @@ def _explained(
 ) -> Decision:
     """The decision on a plan that was found: its prediction, proof, reasons and notes."""
     plan, request = found.plan, case.request
-    step = _predicted(plan, case.graph, case.cluster, case.costs)
-    layers = layer_reports(case.graph, found.formulation, found.choice, plan)
+    # The problem of the plan alone counts every transfer once, however many read a value; a search's may count more.
+    alone, only = formulated(plan, case.graph, case.cluster, case.costs)
+    step = _predicted(plan, case.graph, case.cluster, case.costs, alone, only)
+    layers = layer_reports(case.graph, alone, only, plan)
     if step.simulated:
         layers = simulated_reports(layers, case.graph, case.cluster, case.costs, plan)
     branches = concurrent_branches(case.graph, plan, layers, found)

@@ -20,7 +20,8 @@ from parplan.planner.simulation.timeline import Timeline, simulate
 from parplan.planner.solver.problem import Solution, objective
 
 __all__ = [
-    "EXACT", "SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "plain", "shape_of", "simulated_step",
+    "EXACT", "SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "needs_simulation", "plain", "shape_of",
+    "simulated_step",
 ]  # fmt: skip
 
 
@@ -137,14 +138,25 @@ class Case:
 
 
 def simulated_step(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> Timeline | None:
-    """The simulated step of a plan; None on many devices, and for repeated blocks alike: T is exact there, and fast.
+    """The simulated step of a plan; None on many devices, and for repeated blocks alike in series: T is exact there,
+    and fast.
 
     Raises:
         PlanError: the plan's scheme asks for passes that cannot be.
     """
     alike = fold(graph)
-    in_series = alike is not None and alike.treated_alike({name: (own,) for name, own in plan.layers.items()})
-    return None if cluster.count > SIMULATED or in_series else simulate(graph, cluster, costs, plan)
+    equal = alike is not None and alike.treated_alike({name: (own,) for name, own in plan.layers.items()})
+    if cluster.count > SIMULATED or (equal and not needs_simulation(plan, graph)):
+        return None
+    return simulate(graph, cluster, costs, plan)
+
+
+def needs_simulation(plan: Plan, graph: LayerGraph) -> bool:
+    """Whether layers run in passes, or some on devices that others do not use at all: then they do not add up."""
+    if stages(graph, plan.layers, plan.scheme).passes > 1:
+        return True
+    places = {frozenset(strategy.devices) for strategy in plan.layers.values()}
+    return any(one.isdisjoint(other) for one in places for other in places)
 
 
 def plain(plan: Plan) -> dict[str, Strategy]:

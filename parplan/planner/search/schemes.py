@@ -22,7 +22,6 @@ from parplan.planner.simulation.timeline import Kind, Lane, Timeline
 
 __all__ = [
     "IN_PASSES",
-    "needs_simulation",
     "no_updates",
     "rival_in_passes",
     "scheme_prices",
@@ -185,14 +184,6 @@ def _price(case: Case, plan: Plan, memory_bytes: int) -> SchemePrice:
 
 
 # ---- the simulated step in place of the sum --------------------------------------------------------------------------
-
-
-def needs_simulation(plan: Plan, graph: LayerGraph) -> bool:
-    """Whether layers run in passes, or some on devices that others do not use at all: then they do not add up."""
-    if stages(graph, plan.layers, plan.scheme).passes > 1:
-        return True
-    places = {frozenset(strategy.devices) for strategy in plan.layers.values()}
-    return any(one.isdisjoint(other) for one in places for other in places)
 
 
 def simulated_prediction(prediction: Prediction, timeline: Timeline) -> Prediction:

@@ -189,7 +189,7 @@ class _Run:
                     continue
                 refuted, limit_s = every is None, self.case.deadline.part_s(SHARE * self.part)
                 if every is not None:
-                    found = solve(masked(every, self.pinned), limit_s, cutoff=self.cutoff)
+                    found = solve(masked(every, self.pinned), limit_s, cutoff=self.cutoff, refute=True)
                     refuted = self.case.deadline.watched(found).status is Status.INFEASIBLE
                     passes_s = found.bound
                 self.covered += [PASSES] * refuted

@@ -9,8 +9,9 @@ reused, or none. The readers' options fix it:
     reader - node            the option is what the reader wants
     earlier reader - node    it wants the same where its transfer is reused, something else where a later one's or none
 
-Of a value with more than `EVERY_READER` readers only some earlier ones are looked at, where they have a choice: T may
-then count a transfer twice. Of a given plan, each layer of which wants one layout, all are.
+Where a value's readers have many combinations of options, the node looks only at the reader before, and at those
+without a choice: T may then count a transfer twice, but all combinations would be one table. Of a given plan, each
+layer of which wants one layout, it looks at all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +40,9 @@ from parplan.planner.solver.problem import FloatArray
 
 __all__ = ["TransferReuse", "delivery_layout", "edge_parts", "equal", "reuses"]
 
-EVERY_READER = 3
-"""Readers of a value up to which each may reuse the transfer of any earlier one."""
+MOST_COMBINATIONS = 4096
+"""Combinations of the options of a value's readers up to which each may reuse the transfer of any earlier one: with
+queries, keys and values of 22 options each, tables of the elimination had a million entries."""
 
 Ints = NDArray[np.intp]
 
@@ -100,6 +103,16 @@ class TransferReuse:
         table[self.group[self.standing], self.source] = np.arange(len(self.source))
         found: Ints = table[self.group[choice[self.reader]], source]
         return found if found.ndim else int(found)
+
+    def follows_like(self, other: TransferReuse, group: Mapping[int, int]) -> bool:
+        """Whether both follow in the same way from readers of which each is in the other's group.
+
+        Args:
+            group: of nodes that have one option.
+        """
+        readers = [[group.get(v, -1 - v) for v in (*one.earlier, one.reader)] for one in (self, other)]
+        own, again = ([*one.wanted, one.group, one.standing, one.source] for one in (self, other))
+        return readers[0] == readers[1] and all(map(np.array_equal, own, again))
 
     def edges(self) -> Iterator[EdgeParts]:
         """Edges that fix it by the options of the reader and of the earlier ones."""
@@ -345,11 +358,11 @@ def reuses(
 def _looked_at(readers: Sequence[Read], place: int) -> list[Read]:
     """The readers before one whose transfers it may reuse."""
     before, own = readers[:place], readers[place]
-    if len(readers) <= EVERY_READER:
+    if prod(len(one.wants) for one in readers) <= MOST_COMBINATIONS:
         return list(before)
     return [
         other for other in before
-        if other is before[0] or other.reader == own.first or len({layout for layout, _ in other.wants}) == 1
+        if other is before[-1] or other.reader == own.first or len({layout for layout, _ in other.wants}) == 1
     ]  # fmt: skip
 
 

@@ -171,6 +171,7 @@ def formulate(
         own_parts, edges, least = folded(own_parts, edges, _forms(options, reused.values()), cluster.count, inside)
         options = [tuple(own[k] for k in some) for own, some in zip(options, least, strict=False)]
     edges += _ties(fold, place, options) if fold is not None else []
+    edges += _reuse_ties(fold, graph, place, reused, own_parts, shape) if fold is not None else []
     hidden = min(1.0, max(0.0, costs.step.overlap))
     parts = StepParts(own_parts, edges, shape, hidden, phases, far_s, len(names) + 1, between)
     # The devices that are followed hold at least as much as any other of their kind.
@@ -327,6 +328,27 @@ def _ties(fold: Fold, place: Mapping[str, int], options: Sequence[Sequence[Optio
             same = np.where(equal(known, again), 0.0, np.inf)
             zero = np.zeros_like(same)
             ties.append(EdgeParts(*ends, same, (zero, zero)))
+    return ties
+
+
+def _reuse_ties(
+    fold: Fold,
+    graph: LayerGraph,
+    place: Mapping[str, int],
+    reused: Mapping[tuple[int, str], TransferReuse],
+    nodes: Sequence[NodeParts],
+    shape: Shape,
+) -> list[EdgeParts]:
+    """Edges by which transfers that layers alike reuse are one decision: each follows from layers that are tied."""
+    group = {place[name]: number for number, alike in enumerate(fold.alike) for name in alike}
+    ties = []
+    for one, other in (pair for alike in fold.alike for pair in pairwise(alike[1:] if shape.in_roles else alike)):
+        for values in dict.fromkeys(zip(graph.layers[one].inputs, graph.layers[other].inputs, strict=True)):
+            own, again = (reused.get((place[name], value)) for name, value in zip((one, other), values, strict=True))
+            if own is not None and again is not None and own.follows_like(again, group):
+                same = np.where(np.eye(len(nodes[own.node].once_s)), 0.0, np.inf)
+                zero = np.zeros_like(same)
+                ties.append(EdgeParts(*sorted((own.node, again.node)), same, (zero, zero)))
     return ties
 
 

@@ -25,7 +25,7 @@ from parplan.planner.solver.rows import RowTable
 
 __all__ = ["Classes", "Tree", "classes_of", "followed", "group_lines", "plant", "runs"]
 
-MAX_TABLE = 1_000_000
+MAX_TABLE = 2_000_000
 MAX_TOTAL = 10_000_000
 """Entries of the largest table, and of all, above which a problem is too wide for elimination."""
 

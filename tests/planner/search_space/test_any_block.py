@@ -97,11 +97,11 @@ def test_a_bound_leaves_out_arrangements() -> None:
     assert sum(map(len, found.possible)) < sum(formulation.problem.sizes) / 2
 
 
-@pytest.mark.full
-def test_cpsat_finds_what_is_below_a_cutoff() -> None:
-    """Its presolve took this model for an infeasible one."""
-    graph, (_, cluster, _) = drawn(45), case(45)
-    costs = RooflineCosts(graph, cluster, optimizer=random.Random(45).choice(("sgd", "momentum", "adam")))
+@pytest.mark.parametrize("seed", [5, 17, 35, 44])
+def test_what_is_below_a_cutoff_is_found(seed: int) -> None:
+    """A faster plan on other blocks than the first: presolve of CP-SAT once took such a model for an infeasible one."""
+    graph, (_, cluster, _) = drawn(seed), case(seed)
+    costs = RooflineCosts(graph, cluster, optimizer=random.Random(seed).choice(("sgd", "momentum", "adam")))
     every = EveryPlan(graph, cluster, costs)
     lanes = tuple(range(cluster.count))
     first, anywhere = Shape(lanes=lanes), Shape(lanes=lanes, anywhere=True)

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from functools import cache
 from itertools import count
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import pytest
@@ -31,9 +31,11 @@ from parplan.planner.search import context, select
 from parplan.planner.search.branches import averaged, foldable, sections
 from parplan.planner.search.context import shape_of
 from parplan.planner.search_space.formulation import Formulation, formulate
+from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import Problem, Solution, Status, objective
+from parplan.planner.solver.reductions.presolve import presolve
 from parplan.planner.solver.solve import solve
 from tests.planner.random_plans import FAR_S, case, plan_of
 
@@ -149,6 +151,26 @@ def test_t_and_memory_are_those_of_all_layers(seed: int, everywhere: bool, schem
         assert folded.strategies(small) == whole.strategies(choice) == plan.layers
         assert folded.device_peaks(small, cluster.count) == whole.device_peaks(choice, cluster.count)
     assert seen or scheme is Scheme.INTERLEAVE
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_transfers_that_blocks_alike_reuse_are_one_decision(seed: int, everywhere: bool) -> None:
+    """Nothing is lost by it: what follows from layers that have one strategy is the same. Reductions join it."""
+    graph, cluster, costs, found = deep(seed)
+    blocks, draw = cluster_blocks(cluster, everywhere), random.Random(seed)
+    known = {name: strategies(graph.layers[name], graph.batch or 1, blocks) for name in {*found.kept.values()}}
+    shape = Shape(lanes=tuple(range(cluster.count)), anywhere=everywhere)
+    problem = (one := formulate(graph, cluster, costs, known, shape=shape, far_s=FAR_S, fold=found)).problem
+    for _ in range(20):
+        plan = random_plan(seed, draw, Scheme.GATHER, everywhere)
+        assert plan is None or isfinite(objective(problem, one.choice(plan.layers)))
+    joined = presolve(problem, brief=True)
+    assert joined is not None
+    between = {one.names.index(middle) for middle in found.first_block.values()}
+    reused = sum(between.issuperset((r.reader, *r.earlier)) for r in one.reused)
+    assert len(joined.problem.nodes) <= len(problem.nodes) - 2 * (len(found.alike) + reused)
 
 
 def branches_at_once(seed: int, draw: random.Random) -> Plan | None:

@@ -25,7 +25,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.search.schemes import needs_simulation
+from parplan.planner.search.context import needs_simulation
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.strategies import device_blocks, strategies
 from parplan.planner.simulation.timeline import Kind, Lane, PassPolicy, Timeline, simulate

@@ -359,7 +359,10 @@ def test_sound_models_raise_no_alarm(name: str, precision: str) -> None:
     """A slice of `python -m benchmarks.self_check alarms`."""
     torch.manual_seed(0)
     module, args = SOUND[name]()
-    assert outcome(module, args, "shards", precision, 2) in ("agrees", "agrees in float64")
+    said = outcome(module, args, "shards", precision, 2)
+    if "could not create a primitive" in said:
+        pytest.skip(f"this processor has no such layer in bfloat16: {said}")
+    assert said in ("agrees", "agrees in float64")
 
 
 def test_gradients_behind_dropout_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
