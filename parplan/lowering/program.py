@@ -17,6 +17,7 @@ from math import prod
 import torch
 
 from parplan.fields import ranges
+from parplan.graph.layer_graph import TensorSpec
 from parplan.layout import Block, Grid, Layout, Piece, Range, disjoint, pieces, regions, shape_of
 from parplan.lowering.holdings import Bucket
 from parplan.plan import LISTED_DEVICES, Scheme, Strategy
@@ -118,6 +119,11 @@ class Slot:
     requires_grad: bool
     per_replica: bool = False
     turn: int | None = None
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The whole tensor."""
+        return TensorSpec(self.shape, self.dtype, self.requires_grad)
 
     @property
     def devices(self) -> tuple[int, ...]:
