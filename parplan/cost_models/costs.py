@@ -7,7 +7,7 @@ planner never knows which of them it uses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from parplan.plan import Strategy
 
 __all__ = [
     "AdaptedCosts", "CostModel", "LayerCharges", "LayerCost", "LayerMemory", "Source", "StepCost", "TransferCost",
-    "TransferMatrix", "charges",
+    "TransferMatrix", "charges", "statistics_transfer",
 ]  # fmt: skip
 
 
@@ -257,6 +257,12 @@ def charges(costs: CostModel, layer: Layer, strategy: Strategy, passes: int = 1)
         compute_interference_s=(1 - step.overlap) * (reduce_s - post_update_s),
         post_update_s=post_update_s,
     )
+
+
+def statistics_transfer(costs: CostModel, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
+    """Cost of exchanging batch statistics, with half of what a batch norm over replicas takes beside its messages."""
+    moved, more_s = costs.transfer(value, source, target), costs.step.batch_norm_s / 2
+    return replace(moved, forward_s=moved.forward_s + more_s, backward_s=moved.backward_s + more_s)
 
 
 class AdaptedCosts:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from parplan.errors import PlanError
+from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.layout import Block, Grid, Layout, within
 from parplan.lowering.holdings import Holdings, used_blocks
@@ -21,7 +22,7 @@ from parplan.lowering.placement import SlotAssigner
 from parplan.lowering.program import Code, Compute, Operand, Slot, State
 from parplan.plan import Strategy
 
-__all__ = ["Segments"]
+__all__ = ["Segments", "statistics"]
 
 
 @dataclass
@@ -134,7 +135,7 @@ class Segments:
                 f"{layer.name}: batch norm with a computed weight or bias cannot share statistics between "
                 f'{strategy.replicas} replicas; give it one replica, or compile with batch_norm="local"'
             )
-        own = self._statistics(layer, strategy)
+        own = statistics(self._graph, layer, strategy)
         self._segments.append(_Segment(Code.STATISTICS, strategy.grid, [layer.name], results={own.name: own.name}))
         self._read(layer, strategy, self._segments[-1])
         self._slots.add(own, len(self._segments) - 1)
@@ -144,16 +145,6 @@ class Segments:
         shared = replace(own.layout, batch_dim=None)
         normalise.operands[own.name] = self._slots.place(own.name, shared, len(self._segments) - 1)
         self._make(layer, strategy, normalise)
-
-    def _statistics(self, layer: Layer, strategy: Strategy) -> Slot:
-        """[replicas, 3, channels]: a row per replica, cut over the columns as the channels are."""
-        (value,) = layer.inputs
-        spec = self._graph.values[value]
-        name = f"{layer.name}.statistics"
-        layout = Layout(strategy.grid, 0, None if layer.layout(value, strategy).shard_dim is None else 2)
-        dtype = torch.promote_types(spec.dtype, torch.float32)
-        shape = (strategy.replicas, 3, spec.shape[1])
-        return Slot(name, name, layout, shape, (1,) * strategy.replicas, dtype, spec.requires_grad)
 
     # -- finished steps --
 
@@ -195,3 +186,12 @@ class Segments:
                 made[key] = block if whole is None else within(block, whole)
             blocks[device] = made[key]
         return State(name, blocks)
+
+
+def statistics(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Slot:
+    """Batch statistics, [replicas, 3, channels]: a row per replica, cut over the columns as the channels are."""
+    value = next(node.all_input_nodes[0].name for node in layer.nodes if op_name(node) == "batch_norm")
+    spec, name = graph.values[value], f"{layer.name}.statistics"
+    layout = Layout(strategy.grid, 0, None if layer.layout(value, strategy).shard_dim is None else 2)
+    dtype, shape = torch.promote_types(spec.dtype, torch.float32), (strategy.replicas, 3, spec.shape[1])
+    return Slot(name, name, layout, shape, (1,) * strategy.replicas, dtype, spec.requires_grad)

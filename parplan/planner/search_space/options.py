@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from parplan.cluster import Cluster
-from parplan.cost_models.costs import CostModel, LayerCharges, LayerMemory, charges
-from parplan.graph.kinds import op_name
-from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
+from parplan.cost_models.costs import CostModel, LayerCharges, LayerMemory, charges, statistics_transfer
+from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.layout import Layout
+from parplan.lowering.segments import statistics
 from parplan.lowering.stages import Stage
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
@@ -91,13 +91,8 @@ def arrival_layout(graph: LayerGraph, cluster: Cluster, value: str) -> Layout:
 
 
 def _batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
-    """One way of exchanging batch statistics, where replicas do: count, mean and squared deviations per channel."""
+    """One way of exchanging batch statistics, where replicas do."""
     if not layer.mixes_batch or strategy.replicas == 1:
         return 0.0
-    name = next(node.all_input_nodes[0].name for node in layer.nodes if op_name(node) == "batch_norm")
-    value = graph.values[name]
-    spec = TensorSpec((strategy.replicas, 3, value.shape[1]), value.dtype, requires_grad=True)
-    cut = layer.layout(name, strategy).shard_dim
-    shard_dim = None if cut is None else 2
-    moved = costs.transfer(spec, Layout(strategy.grid, 0, shard_dim), Layout(strategy.grid, None, shard_dim))
-    return moved.forward_s + costs.step.batch_norm_s / 2
+    own = statistics(graph, layer, strategy)
+    return statistics_transfer(costs, own.spec, own.layout, replace(own.layout, batch_dim=None)).forward_s

@@ -14,7 +14,7 @@ from math import lcm
 
 from parplan.cluster import Cluster
 from parplan.cost_models.communication.traffic import traffic
-from parplan.cost_models.costs import CostModel, LayerCharges, charges
+from parplan.cost_models.costs import CostModel, LayerCharges, charges, statistics_transfer
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid, Layout
 from parplan.lowering.lower import lower
@@ -183,19 +183,20 @@ def _moves(graph: LayerGraph, program: Program, costs: CostModel, passes: int, p
         layouts = given.layout, wanted.layout
         if program.scheme is Scheme.BROADCAST:  # those who have none of a pass's samples do not take part
             layouts = _with_samples(given), _with_samples(wanted)
-        spec, more_s = given.spec, costs.step.batch_norm_s / 2
-        if given.value in graph.values:  # no statistics of a batch norm
-            spec, more_s = graph.of_pass(given.value, 1 if given.turn is None else passes), 0.0
+        if given.value in graph.values:
+            spec = graph.of_pass(given.value, 1 if given.turn is None else passes)
+            cost = costs.transfer(spec, *layouts)
+        else:  # statistics of a batch norm
+            spec, cost = given.spec, statistics_transfer(costs, given.spec, *layouts)
         most, sent, received, devices = _lanes(*layouts)
-        cost = costs.transfer(spec, *layouts)
         crosses = wanted.name in inwards, wanted.name in outwards and not used[wanted.name]
         found[wanted.name] = Move(
             given,
             wanted,
             layouts,
             most * spec.nbytes,
-            cost.forward_s + more_s,
-            cost.backward_s + more_s,
+            cost.forward_s,
+            cost.backward_s,
             sent,
             received,
             devices,
