@@ -21,7 +21,7 @@ from typing import TypeVar
 from parplan.lowering.holdings import Bucket
 from parplan.lowering.passes import Pass, local_ranges
 from parplan.lowering.placement import ScheduledMove
-from parplan.lowering.program import Compute, Forward, Join, OnePass, Program, Reduce, Staged, Step, Transfer
+from parplan.lowering.program import Compute, Forward, Join, OnePass, Program, Reduce, Slot, Staged, Step, Transfer
 from parplan.lowering.step_setting import StepSetting
 
 __all__ = ["backward", "forward", "staged"]
@@ -60,8 +60,8 @@ def staged(program: Program, passes: Sequence[Pass], step_setting: StepSetting) 
     a step of the pass before, beside whose compute it goes on, behind those that can start at the same time.
     """
     joined = {step.target: step.sources for step in program.forward if isinstance(step, Join)}
-    written = any(slot in joined or program.slots[slot].turn is not None for slot in program.updates.values())
-    if written or program.computes[-1].turn is None or not joined.keys() >= set(program.outputs):
+    written = any(slot in joined or program.slots[slot].pass_number is not None for slot in program.updates.values())
+    if written or program.computes[-1].pass_number is None or not joined.keys() >= set(program.outputs):
         return None
     there, back, sums = defaultdict[int, list[tuple[int, bool, Forward]]](list), defaultdict[int, list[Step]](list), []
     for ahead, place, now, number in _with_pass(program.forward):
@@ -93,7 +93,8 @@ def _with_pass(steps: Iterable[AnyStep]) -> Iterator[tuple[AnyStep, int, int, in
     """Steps but joins, each with how many are computed by then, in which pass the last, and whose samples it has."""
     place, now = 0, FRONT
     for step in steps:
-        number = step.turn if isinstance(step, Compute) else step.wanted.turn if isinstance(step, Transfer) else None
+        own = step.wanted if isinstance(step, Transfer) else step
+        number = own.pass_number if isinstance(own, Compute | Slot) else None
         if isinstance(step, Compute):
             place, now = place + 1, FRONT if number is None else number
         if not isinstance(step, Join):

@@ -107,7 +107,7 @@ class Slot:
         dtype: of the tensor.
         requires_grad: whether a gradient flows back through it.
         per_replica: a number of which every row has its own: one entry each, where the layers' code has none.
-        turn: which pass's samples it has; None when those of the whole batch.
+        pass_number: which pass's samples it has; None when those of the whole batch.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Slot:
     dtype: torch.dtype
     requires_grad: bool
     per_replica: bool = False
-    turn: int | None = None
+    pass_number: int | None = None
 
     @property
     def spec(self) -> TensorSpec:
@@ -177,7 +177,7 @@ class Compute:
         operands: values read, in the order of the code's arguments.
         states: parameters and buffers, which follow as further arguments.
         results: values the code returns.
-        turn: which pass it belongs to; None when it runs once.
+        pass_number: which pass it belongs to; None when it runs once.
     """
 
     code: Code
@@ -187,7 +187,7 @@ class Compute:
     operands: tuple[Operand, ...]
     states: tuple[State, ...]
     results: tuple[Operand, ...]
-    turn: int | None = None
+    pass_number: int | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -202,7 +202,7 @@ class Compute:
         """One line of the printed program."""
         layers = " + ".join(self.layers)
         what = layers if self.code is Code.LAYERS else f"{self.code.name.lower()} of {layers}"
-        what = what if self.turn is None else f"pass {self.turn}: {what}"
+        what = what if self.pass_number is None else f"pass {self.pass_number}: {what}"
         names = (", ".join(o.slot for o in group) for group in (self.operands, self.results))
         return f"{what} on {_grid_text(self.grid)}: " + " -> ".join(names)
 
@@ -406,8 +406,8 @@ def _back_text(step: Step) -> str:
         return f"split {step.target} back to {', '.join(step.sources)}"
     if isinstance(step, Reduce):
         return step.text()
-    turn = "" if step.turn is None else f"pass {step.turn}: "
-    return f"{turn}back through {' + '.join(step.layers)}"
+    prefix = "" if step.pass_number is None else f"pass {step.pass_number}: "
+    return f"{prefix}back through {' + '.join(step.layers)}"
 
 
 def _grid_text(grid: Grid) -> str:

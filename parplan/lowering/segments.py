@@ -34,7 +34,7 @@ class _Segment:
     layers: list[str]
     operands: dict[str, str] = field(default_factory=dict)
     results: dict[str, str] = field(default_factory=dict)
-    turn: int | None = None
+    pass_number: int | None = None
 
 
 class Segments:
@@ -66,26 +66,26 @@ class Segments:
         """Slots that segments read."""
         return {slot for segment in self._segments for slot in segment.operands.values()}
 
-    def add(self, layer: Layer, turn: int | None = None) -> None:
+    def add(self, layer: Layer, pass_number: int | None = None) -> None:
         """Append a layer (in one of the passes), to the last segment if it can run there."""
         strategy = self._spread.strategies[layer.name]
-        if not self._joins(layer, strategy, turn):
-            self._segments.append(_Segment(Code.LAYERS, strategy.grid, [], turn=turn))
+        if not self._joins(layer, strategy, pass_number):
+            self._segments.append(_Segment(Code.LAYERS, strategy.grid, [], pass_number=pass_number))
         segment = self._segments[-1]
         segment.layers.append(layer.name)
         self._read(layer, strategy, segment)
         self._make(layer, strategy, segment)
 
-    def _joins(self, layer: Layer, strategy: Strategy, turn: int | None) -> bool:
+    def _joins(self, layer: Layer, strategy: Strategy, pass_number: int | None) -> bool:
         """Whether the layer can run in the last segment."""
         if not self._segments or layer.name in self._heads:
             return False
         last = self._segments[-1]
-        if last.code is not Code.LAYERS or last.grid != strategy.grid or last.turn != turn or self._leaves(last):
+        if (last.code, last.grid, last.pass_number) != (Code.LAYERS, strategy.grid, pass_number) or self._leaves(last):
             return False
         known = {**last.operands, **last.results}
         others = (v for v in layer.inputs if v not in known and v not in self._graph.user_inputs)  # those come first
-        if any(self._slots.arrives(value, layer.layout(value, strategy), turn) for value in others):
+        if any(self._slots.arrives(value, layer.layout(value, strategy), pass_number) for value in others):
             return False
         in_place = all(
             self._slots.same_place(self._slots.slots[known[value]], layer.layout(value, strategy))
@@ -114,14 +114,15 @@ class Segments:
         return used_blocks(self._graph, self._spread.strategies, layer, state)
 
     def _read(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
+        reader, number = len(self._segments) - 1, segment.pass_number
         for value in layer.inputs:
             if value not in segment.results:
-                slot = self._slots.place(value, layer.layout(value, strategy), len(self._segments) - 1, segment.turn)
+                slot = self._slots.place(value, layer.layout(value, strategy), reader, number)
                 segment.operands.setdefault(value, slot)
 
     def _make(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
         for value in layer.outputs:
-            slot = self._slots.slot(value, layer.layout(value, strategy), segment.turn)
+            slot = self._slots.slot(value, layer.layout(value, strategy), segment.pass_number)
             self._slots.add(slot, len(self._segments) - 1)
             segment.results[value] = slot.name
 
@@ -166,11 +167,11 @@ class Segments:
                     code=segment.code,
                     layers=tuple(segment.layers),
                     grid=segment.grid,
-                    batches=self._slots.samples(segment.grid.replicas, segment.turn),
+                    batches=self._slots.samples(segment.grid.replicas, segment.pass_number),
                     operands=tuple(Operand(*item) for item in segment.operands.items()),
                     states=tuple(self._state(*item, held) for item in users.items()),
                     results=tuple(Operand(*item) for item in segment.results.items() if item[1] in read),
-                    turn=segment.turn,
+                    pass_number=segment.pass_number,
                 )
             )
         return found

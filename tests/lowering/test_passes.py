@@ -187,9 +187,9 @@ def test_staged_steps_are_the_same_steps_pass_by_pass() -> None:
         assert sorted([*(step.text() for step in forward), *joins]) == texts
         assert sorted([*(step.text() for step in backward), *joins]) == sorted(s.text() for s in found.backward)
         for number, one in enumerate(steps.passes):
-            turns = {getattr(step, "turn", None) for step in (*one.forward, *one.backward)} - {None}
-            assert turns == {number}
-            assert [found.slots[slot].turn for slot in one.outputs] == [number]
+            numbers = {getattr(step, "pass_number", None) for step in (*one.forward, *one.backward)} - {None}
+            assert numbers == {number}
+            assert [found.slots[slot].pass_number for slot in one.outputs] == [number]
 
 
 def test_one_pass_is_on_its_way_while_another_is_computed_there_and_back() -> None:

@@ -133,11 +133,11 @@ def lowered(graph: LayerGraph, plan: Plan, cluster: Cluster) -> Program:
 
 def priced(graph: LayerGraph, program: Program, costs: CostModel, policy: PassPolicy = RUNTIME_POLICY) -> PricedProgram:
     """Prices of a program that was lowered from `graph`."""
-    turns = {name: step.turn for step in program.forward if isinstance(step, Compute) for name in step.layers}
-    passes = 1 + max((turn for turn in turns.values() if turn is not None), default=0)
+    numbers = {name: step.pass_number for step in program.forward if isinstance(step, Compute) for name in step.layers}
+    passes = 1 + max((number for number in numbers.values() if number is not None), default=0)
 
     def work(name: str) -> LayerWork:
-        strategy, runs = program.strategies[name], passes if turns[name] is not None else 1
+        strategy, runs = program.strategies[name], passes if numbers[name] is not None else 1
         own = charges(costs, graph.layers[name], replace(strategy, update_period=None), runs)
         return LayerWork(name, runs, strategy.devices, strategy.update_period or passes, own)
 
@@ -184,7 +184,7 @@ def _moves(graph: LayerGraph, program: Program, costs: CostModel, passes: int, p
         if program.scheme is Scheme.BROADCAST:  # those who have none of a pass's samples do not take part
             layouts = _with_samples(given), _with_samples(wanted)
         if given.value in graph.values:
-            spec = graph.of_pass(given.value, 1 if given.turn is None else passes)
+            spec = graph.of_pass(given.value, 1 if given.pass_number is None else passes)
             cost = costs.transfer(spec, *layouts)
         else:  # statistics of a batch norm
             spec, cost = given.spec, statistics_transfer(costs, given.spec, *layouts)

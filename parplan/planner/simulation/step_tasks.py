@@ -234,7 +234,7 @@ class _StepTasks:
 
         A batch norm over replicas counts with its normalisation forward, and with its statistics backward.
         """
-        devices, number = step.grid.devices, step.turn
+        devices, number = step.grid.devices, step.pass_number
         after = {device: [task for slot in needed for task in slots.at(slot, device)] for device in devices}
         if step.code is (Code.STATISTICS if kind is Kind.FORWARD else Code.NORMALISE):
             return {device: self.gate(after[device])[0] for device in devices}
@@ -266,8 +266,8 @@ class _StepTasks:
             self.add(Kind.REDUCTION, name, beside_s, exclusive, own.values(), number, layer.devices)
 
     def transfer(self, move: Move, kind: Kind, after: Tasks) -> int:
-        """A transfer or its way back; what crosses the boundary of passes first waits for its turn."""
-        forward, number = kind is Kind.FORWARD, move.wanted.turn
+        """A transfer or its way back; what crosses the boundary of passes waits for the pass before."""
+        forward, number = kind is Kind.FORWARD, move.wanted.pass_number
         seconds = move.forward_s if forward else move.backward_s
         lanes = _busy_lanes(*((move.sent, move.received) if forward else (move.received, move.sent)))
         about: dict[str, Any] = {
