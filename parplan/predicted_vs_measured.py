@@ -148,7 +148,7 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
     times = {}
     for name, option in options.items():
         layer = work.layers[name]  # in all its passes
-        both = BothTimes(layer.passes * layer.forward_s, layer.passes * layer.backward_s)
+        both = BothTimes(layer.passes * layer.cost.forward_s, layer.passes * layer.cost.backward_s)
         times[name] = ExpectedLayer(both, option.cost.source.value)
     expected = Expected(
         layers=times,

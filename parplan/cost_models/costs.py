@@ -7,7 +7,7 @@ planner never knows which of them it uses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -19,7 +19,8 @@ from parplan.layout import IntArray, Layout
 from parplan.plan import Strategy
 
 __all__ = [
-    "AdaptedCosts", "CostModel", "LayerCost", "LayerMemory", "Source", "StepCost", "TransferCost", "TransferMatrix",
+    "AdaptedCosts", "CostModel", "LayerCharges", "LayerCost", "LayerMemory", "Source", "StepCost", "TransferCost",
+    "TransferMatrix", "charges", "statistics_transfer",
 ]  # fmt: skip
 
 
@@ -48,6 +49,26 @@ class LayerCost:
     source: Source
     spread: float = 0.0
     update_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCharges(LayerCost):
+    """Seconds of a layer in a step, on each of its devices: forward and backward of one pass, all else once.
+
+    Args:
+        reduce_s: the sum of its gradients over the links.
+        compute_interference_s: the part of that which holds up the backward pass beside it.
+        post_update_s: the part that comes after the update.
+    """
+
+    reduce_s: float
+    compute_interference_s: float
+    post_update_s: float
+
+    @property
+    def overlappable_s(self) -> float:
+        """The part of the gradient sum that runs beside the backward."""
+        return max(0.0, self.reduce_s - self.post_update_s - self.compute_interference_s)
 
 
 @dataclass(frozen=True)
@@ -224,6 +245,24 @@ class CostModel(Protocol):
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies."""
+
+
+def charges(costs: CostModel, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCharges:
+    """The seconds of a layer that runs in so many passes, which T adds up and the simulation schedules."""
+    step, reduce_s = costs.step, costs.reduction(layer, strategy)
+    post_update_s = step.late * reduce_s
+    return LayerCharges(
+        **vars(costs.layer(layer, strategy, passes)),
+        reduce_s=reduce_s,
+        compute_interference_s=(1 - step.overlap) * (reduce_s - post_update_s),
+        post_update_s=post_update_s,
+    )
+
+
+def statistics_transfer(costs: CostModel, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
+    """Cost of exchanging batch statistics, with half of what a batch norm over replicas takes beside its messages."""
+    moved, more_s = costs.transfer(value, source, target), costs.step.batch_norm_s / 2
+    return replace(moved, forward_s=moved.forward_s + more_s, backward_s=moved.backward_s + more_s)
 
 
 class AdaptedCosts:

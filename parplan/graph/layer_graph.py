@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from math import gcd, lcm, prod
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -274,6 +274,13 @@ class LayerGraph:
         """A result in the shape in which the model returns it."""
         dim = self.flattened.get(value)
         return result if dim is None else result.flatten(dim, dim + 1)
+
+    def of_pass(self, value: str, passes: int) -> TensorSpec:
+        """A value as one of so many passes has it; whole where it has no samples."""
+        spec, dim = self.values[value], self.batch_dims.get(value)
+        if dim is None or passes == 1:
+            return spec
+        return replace(spec, shape=(*spec.shape[:dim], -(-spec.shape[dim] // passes), *spec.shape[dim + 1 :]))
 
     def consumers(self, value: str) -> tuple[str, ...]:
         """Layers that take `value`, in forward order."""

@@ -7,6 +7,7 @@ and tested as text.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
@@ -60,7 +61,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     read = {*outputs, *updates.values(), *segments.read}
     read.update(slot for placed in assigner.moves for slot in placed.step.reads)
     steps = segments.steps(read, held)
-    return Program(
+    program = Program(
         slots=assigner.slots,
         forward=tuple(forward(steps, assigner.moves)),
         backward=tuple(backward(steps, assigner.moves, filled)),
@@ -72,17 +73,8 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
         strategies=laid.strategies,
         devices=step_setting.devices,
         scheme=step_setting.scheme,
-        staged=staged(
-            steps,
-            assigner.moves,
-            filled,
-            assigner.slots,
-            outputs,
-            updates.values(),
-            passes,
-            [step_setting.own(process) for process in range(step_setting.ranks)],
-        ),
     )
+    return replace(program, staged=staged(program, passes, step_setting)) if passes else program
 
 
 def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: StepSetting) -> None:

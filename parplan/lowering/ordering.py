@@ -2,141 +2,100 @@
 
 Forward, a transfer starts as soon as its value is there; backward, as soon as the last reader has given its gradient,
 and the sum of a bucket as soon as its last gradient is known. In a staged order every pass goes forward and backward
-before the next one, which is what updates between passes need.
+before the next one, which is what updates between passes need:
+
+    all forward first                      staged
+    front    F                       B     front    F             B
+    pass 0     F                   B       pass 0     F B
+    pass 1       F               B         pass 1         F B
+    behind         F   loss   B            (each pass has its loss)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import TypeVar
 
-from parplan.layout import Range
 from parplan.lowering.holdings import Bucket
 from parplan.lowering.passes import Pass, local_ranges
 from parplan.lowering.placement import ScheduledMove
-from parplan.lowering.program import Compute, Forward, Join, OnePass, Reduce, Slot, Split, Staged, Step
+from parplan.lowering.program import Compute, Forward, Join, OnePass, Program, Reduce, Slot, Staged, Step, Transfer
+from parplan.lowering.step_setting import StepSetting
 
 __all__ = ["backward", "forward", "staged"]
 
+FRONT = -1
+"""The number of the layers in front, where passes have theirs."""
 
-def forward(
-    steps: Sequence[Compute], moves: Sequence[ScheduledMove], start: int = -1, stop: int | None = None
-) -> Iterator[Forward]:
-    """Forward steps: every compute step from `start` up to `stop`, and behind it the transfers that can start then.
+AnyStep = TypeVar("AnyStep", bound=Step)
 
-    Args:
-        start: index of a step; -1 begins with the transfers of the user's inputs.
-        stop: default: the end.
-    """
-    for index in range(start, len(steps) if stop is None else stop):
+
+def forward(steps: Sequence[Compute], moves: Sequence[ScheduledMove]) -> Iterator[Forward]:
+    """Forward steps: transfers of inputs, then every compute step, and behind it the transfers that can start then."""
+    for index in range(-1, len(steps)):
         if index >= 0:
             yield steps[index]
         yield from (placed.step for placed in moves if placed.forward_at == index)
 
 
-def backward(steps: Sequence[Compute], moves: Sequence[ScheduledMove], buckets: Sequence[Bucket]) -> list[Step]:
+def backward(steps: Sequence[Compute], moves: Sequence[ScheduledMove], buckets: Sequence[Bucket]) -> Iterator[Step]:
     """Backward steps: every compute step reversed, and behind it the sums and transfers that can start then."""
-    complete = _completed_by(steps, buckets)
-    order: list[Step] = []
+    complete = defaultdict[int, list[Bucket]](list)  # by the segment whose backward completes them
+    for bucket in buckets:
+        uses = (i for i, step in enumerate(steps) if any(s.name in bucket.parameters for s in step.states))
+        complete[min(uses)].append(bucket)
     for index in range(len(steps), -1, -1):
         if index < len(steps):
-            order.append(steps[index])
-        order += map(Reduce, complete.get(index, []))
-        order += [placed.step for placed in reversed(moves) if placed.backward_at == index]
-    return order
+            yield steps[index]
+        yield from map(Reduce, complete[index])
+        yield from (placed.step for placed in reversed(moves) if placed.backward_at == index)
 
 
-def staged(
-    steps: Sequence[Compute],
-    moves: Sequence[ScheduledMove],
-    buckets: Sequence[Bucket],
-    slots: Mapping[str, Slot],
-    outputs: Sequence[str],
-    updates: Iterable[str],
-    passes: Sequence[Pass],
-    own: Sequence[Range],
-) -> Staged | None:
-    """The steps pass by pass; None where something needs the samples of several passes.
+def staged(program: Program, passes: Sequence[Pass], step_setting: StepSetting) -> Staged | None:
+    """The steps of a program with passes, pass by pass; None where something needs the samples of several passes.
 
-    Args:
-        own: per process, its samples in the whole batch.
+    The steps of a pass keep their order. A transfer of its samples is one of them; forward, one that starts earlier is
+    a step of the pass before, beside whose compute it goes on, behind those that can start at the same time.
     """
-    parts = {placed.step.target: placed.step.sources for placed in moves if isinstance(placed.step, Join)}
-    turns = [step.turn for step in steps]
-    first = next((index for index, turn in enumerate(turns) if turn is not None), len(turns))
-    written = any(slot in parts or slots[slot].turn is not None for slot in updates)  # by the passes
-    if not passes or None in turns[first:] or not set(outputs) <= set(parts) or written:
+    joined = {step.target: step.sources for step in program.forward if isinstance(step, Join)}
+    written = any(slot in joined or program.slots[slot].pass_number is not None for slot in program.updates.values())
+    if written or program.computes[-1].pass_number is None or not joined.keys() >= set(program.outputs):
         return None
-    inner = [placed for placed in moves if not isinstance(placed.step, Join)]
-    begins = [turns.index(one.number) for one in passes] + [len(steps)]
-    complete = _completed_by(steps, buckets)
-    at_once = [placed for placed in inner if not _turn(placed, slots)]
+    there, back, sums = defaultdict[int, list[tuple[int, bool, Forward]]](list), defaultdict[int, list[Step]](list), []
+    for ahead, place, now, number in _with_pass(program.forward):
+        part = now if number is None else min(max(now, number - 1), number)
+        there[part].append((place, number == part + 1, ahead))
+    for step, _, now, number in _with_pass(program.backward):
+        if isinstance(step, Reduce) and now != FRONT:
+            sums.append(step)
+        else:
+            back[FRONT if number is None else number].append(step)
+    own = [step_setting.own(process) for process in range(step_setting.ranks)]
     return Staged(
-        before=tuple(forward(steps, at_once, stop=first)),
+        before=tuple(step for *_, step in there[FRONT]),
         passes=tuple(
             OnePass(
-                forward=tuple(_pass_forward(steps, inner, slots, one.number, begins)),
-                backward=tuple(_pass_back(steps, inner, slots, one.number)),
-                outputs=tuple(parts[slot][one.number] for slot in outputs),
+                forward=tuple(step for *_, step in sorted(there[one.number], key=itemgetter(0, 1))),
+                backward=tuple(back[one.number]),
+                outputs=tuple(joined[slot][one.number] for slot in program.outputs),
                 samples=tuple(local_ranges(one.ranges, extent, 1) for extent in own),
             )
             for one in passes
         ),
-        sums=tuple(Reduce(b) for i in sorted(complete, reverse=True) if i >= first for b in complete[i]),
-        after=tuple(_after(steps[:first], inner, buckets, slots)),
-    )  # fmt: skip
-
-
-def _turn(placed: ScheduledMove, slots: Mapping[str, Slot]) -> int | None:
-    """The pass whose part of a value a move brings."""
-    return None if isinstance(placed.step, Split | Join) else slots[placed.step.target].turn
-
-
-def _pass_forward(
-    steps: Sequence[Compute],
-    moves: Sequence[ScheduledMove],
-    slots: Mapping[str, Slot],
-    turn: int,
-    begins: Sequence[int],
-) -> Iterator[Forward]:
-    """Forward steps of one pass: the next one's samples leave as it begins, and its results come after it."""
-    start, stop = begins[turn], begins[turn + 1]
-    coming = [placed for placed in moves if _turn(placed, slots) == turn + 1 and placed.forward_at < stop]
-    yield from (placed.step for placed in coming if placed.forward_at < start)
-    yield from forward(
-        steps, [placed for placed in moves if _turn(placed, slots) in (None, turn)] + coming, start, stop
+        sums=tuple(sums),
+        after=tuple(back[FRONT]),
     )
-    yield from (placed.step for placed in moves if _turn(placed, slots) == turn and placed.forward_at >= stop)
 
 
-def _pass_back(
-    steps: Sequence[Compute], moves: Sequence[ScheduledMove], slots: Mapping[str, Slot], turn: int
-) -> Iterator[Step]:
-    """Backward steps of one pass; those of its moves that go back behind other passes' steps come first or last."""
-    own = [placed for placed in reversed(moves) if _turn(placed, slots) == turn]
-    at = [index for index, step in enumerate(steps) if step.turn == turn]
-    yield from (placed.step for placed in own if placed.backward_at > at[-1])
-    for index in reversed(at):
-        yield steps[index]
-        yield from (placed.step for placed in own if placed.backward_at == index)
-    yield from (placed.step for placed in own if placed.backward_at < at[0])
-
-
-def _after(
-    steps: Sequence[Compute], moves: Sequence[ScheduledMove], buckets: Sequence[Bucket], slots: Mapping[str, Slot]
-) -> Iterator[Step]:
-    """Backward steps from the passes on."""
-    own = [placed for placed in reversed(moves) if _turn(placed, slots) is None]
-    behind = sorted((p for p in own if p.backward_at >= len(steps)), key=lambda p: -p.backward_at)
-    yield from (placed.step for placed in behind)
-    within = [placed for placed in reversed(own) if placed.backward_at < len(steps)]
-    here = [b for b in buckets if any(s.name in b.parameters for step in steps for s in step.states)]
-    yield from backward(steps, within, here)
-
-
-def _completed_by(steps: Sequence[Compute], buckets: Sequence[Bucket]) -> dict[int, list[Bucket]]:
-    """Buckets by the segment whose backward completes them."""
-    found: dict[int, list[Bucket]] = {}
-    for bucket in buckets:
-        first = min(i for i, step in enumerate(steps) if any(s.name in bucket.parameters for s in step.states))
-        found.setdefault(first, []).append(bucket)
-    return found
+def _with_pass(steps: Iterable[AnyStep]) -> Iterator[tuple[AnyStep, int, int, int | None]]:
+    """Steps but joins, each with how many are computed by then, in which pass the last, and whose samples it has."""
+    place, now = 0, FRONT
+    for step in steps:
+        own = step.wanted if isinstance(step, Transfer) else step
+        number = own.pass_number if isinstance(own, Compute | Slot) else None
+        if isinstance(step, Compute):
+            place, now = place + 1, FRONT if number is None else number
+        if not isinstance(step, Join):
+            yield step, place, now, number

@@ -65,7 +65,7 @@ class SlotAssigner:
         self.slots[slot.name] = slot
         self._made_in[slot.name] = segment
 
-    def slot(self, value: str, layout: Layout, turn: int | None = None) -> Slot:
+    def slot(self, value: str, layout: Layout, pass_number: int | None = None) -> Slot:
         """The slot of a value of the graph in `layout`, with the shape it has in this step, or in one pass of it."""
         spec = self._graph.values[value]
         if value in self._numbers:
@@ -77,29 +77,29 @@ class SlotAssigner:
         # All samples by all samples, say, grow along another dimension than that of the rows too.
         for grown in {*(() if dim is None else (dim,)), *(self._graph.grown or {}).get(value, ())}:
             captured = self._graph.batch or 1
-            here = self._step_setting.batch if turn is None else self._passes[turn].batch
+            here = self._step_setting.batch if pass_number is None else self._passes[pass_number].batch
             shape[grown] = shape[grown] * here // captured if self._graph.batch else shape[grown]
-        name, rows = _home(value, turn), self._rows(value, layout, turn)
-        return Slot(name, value, layout, tuple(shape), rows, spec.dtype, spec.requires_grad, turn=turn)
+        name, rows = _home(value, pass_number), self._rows(value, layout, pass_number)
+        return Slot(name, value, layout, tuple(shape), rows, spec.dtype, spec.requires_grad, pass_number=pass_number)
 
     def _per_sample(self, value: str) -> int:
         """Indices along the dimension of the samples, per sample."""
         return self._graph.values[value].shape[self._graph.batch_dims[value]] // (self._graph.batch or 1)
 
-    def _rows(self, value: str, layout: Layout, turn: int | None) -> Rows:
+    def _rows(self, value: str, layout: Layout, pass_number: int | None) -> Rows:
         if layout.batch_dim is None or not self._graph.batch:
             return None
         per_sample = self._graph.values[value].shape[layout.batch_dim] // self._graph.batch
-        return tuple(per_sample * count for count in self.samples(layout.grid.replicas, turn))
+        return tuple(per_sample * count for count in self.samples(layout.grid.replicas, pass_number))
 
-    def samples(self, replicas: int, turn: int | None) -> tuple[int, ...]:
+    def samples(self, replicas: int, pass_number: int | None) -> tuple[int, ...]:
         """Samples per replica in this step, or in one pass of it."""
-        whole = self._step_setting if turn is None else self._passes[turn]
+        whole = self._step_setting if pass_number is None else self._passes[pass_number]
         return whole.rows(replicas)
 
-    def place(self, value: str, layout: Layout, reader: int, turn: int | None = None) -> str:
+    def place(self, value: str, layout: Layout, reader: int, pass_number: int | None = None) -> str:
         """The slot of `value` in `layout`, moved there if need be, for segment `reader`, which may be of a pass."""
-        home = self._find(value, turn, reader) or self._joined(value, layout, reader)
+        home = self._find(value, pass_number, reader) or self._joined(value, layout, reader)
         return self._at(home, layout, self._rows_like(home, layout), reader)
 
     def deliver(self, value: str, end: int) -> str:
@@ -107,9 +107,9 @@ class SlotAssigner:
         dim = 0 if value in self._numbers else self._graph.batch_dims.get(value)
         return self.place(value, self._step_setting.delivery(dim), end)
 
-    def arrives(self, value: str, layout: Layout, turn: int | None) -> bool:
+    def arrives(self, value: str, layout: Layout, pass_number: int | None) -> bool:
         """Whether `value` still has to be moved for a segment that reads it in `layout`."""
-        home = self.slots.get(_home(value, turn)) or self.slots.get(value)
+        home = self.slots.get(_home(value, pass_number)) or self.slots.get(value)
         if home is None:
             return True
         rows = self._rows_like(home, layout)
@@ -127,10 +127,10 @@ class SlotAssigner:
 
     def _rows_like(self, home: Slot, layout: Layout) -> Rows:
         """The rows of `home` in `layout`; a pass's part of a whole batch need not lie as the pass's layers want it."""
-        if layout == home.layout and home.turn is None:
+        if layout == home.layout and home.pass_number is None:
             return home.rows
         inside = home.value in self._graph.values and not home.per_replica
-        return self._rows(home.value, layout, home.turn) if inside else None
+        return self._rows(home.value, layout, home.pass_number) if inside else None
 
     # -- from layout to layout --
 
@@ -166,17 +166,17 @@ class SlotAssigner:
 
     def _move(self, source: Slot, layout: Layout, rows: Rows, reader: int, first: bool = False) -> Slot:
         """Move `source`; `first`: to a stop on the way."""
-        base = _home(source.value, source.turn)
+        base = _home(source.value, source.pass_number)
         moved = self._moved.setdefault(base, {})
         if (layout, rows) in moved:
             return self.slots[moved[layout, rows]]
         target = replace(source, name=f"{base}@{len(moved) + 1}", layout=layout, rows=rows)
         moved[layout, rows] = target.name
         start, end = self._start(source, base, reader), reader
-        if first and self._crosses(source) and source.turn:
-            end = self.begins[source.turn] - 1  # the second half of the way back is behind the pass before
-        if source.turn is not None and source.turn + 2 < len(self._passes) < len(self.begins):
-            end = self.begins[source.turn + 2]  # out of the passes: its gradient when the pass behind begins to go back
+        if first and self._crosses(source) and source.pass_number:
+            end = self.begins[source.pass_number] - 1  # the second half of the way back is behind the pass before
+        if source.pass_number is not None and source.pass_number + 2 < len(self._passes) < len(self.begins):
+            end = self.begins[source.pass_number + 2]  # results: their gradients when the pass behind begins to go back
         self.add(target, start)
         self.moves.append(ScheduledMove(Transfer(source, target), start, end))
         return target
@@ -184,32 +184,32 @@ class SlotAssigner:
     def _start(self, source: Slot, base: str, reader: int) -> int:
         """The segment after which a move starts."""
         made = self._made_in[source.name]
-        early = source.turn is not None and source.turn > 0 and made < self.begins[source.turn]
+        early = source.pass_number is not None and source.pass_number > 0 and made < self.begins[source.pass_number]
         if source.name != base:
             # What was itself moved has to arrive first: it goes on when it is needed, not as soon as it could, or
             # beside the pass before.
-            return min(reader - 1, max(made, self.begins[(source.turn or 1) - 1])) if early else reader - 1
-        return max(made, self.begins[(source.turn or 1) - 1] - 1) if early else made
+            return min(reader - 1, max(made, self.begins[(source.pass_number or 1) - 1])) if early else reader - 1
+        return max(made, self.begins[(source.pass_number or 1) - 1] - 1) if early else made
 
     def _crosses(self, slot: Slot) -> bool:
         """Whether it is a part of what was made before the passes."""
-        return slot.turn is not None and self._made_in[slot.name] < self.begins[0]
+        return slot.pass_number is not None and self._made_in[slot.name] < self.begins[0]
 
     # -- passes --
 
-    def _find(self, value: str, turn: int | None, reader: int) -> Slot | None:
+    def _find(self, value: str, pass_number: int | None, reader: int) -> Slot | None:
         """The home of a value, or of a pass's part of it, where there is one; the whole is split where it lies."""
         whole = self.slots.get(value)
-        if turn is None or (whole is not None and value not in self._graph.batch_dims):
+        if pass_number is None or (whole is not None and value not in self._graph.batch_dims):
             return whole
-        if whole is not None and _home(value, turn) not in self.slots:
+        if whole is not None and _home(value, pass_number) not in self.slots:
             shared, made = self._shared(whole), self._made_in[whole.name]
             parts = [replace(self.slot(value, whole.layout, p), rows=rows) for p, rows in enumerate(shared.rows)]
             for part in parts:
                 self.add(part, made)
             step = Split(whole.name, tuple(p.name for p in parts), self._graph.batch_dims[value], shared.ranges)
             self.moves.append(ScheduledMove(step, made, reader))
-        return self.slots.get(_home(value, turn))
+        return self.slots.get(_home(value, pass_number))
 
     def _joined(self, value: str, layout: Layout, reader: int) -> Slot:
         """The home, in `layout`, of a value that the passes made parts of.
@@ -217,7 +217,7 @@ class SlotAssigner:
         Raises:
             PlanError: no layer made it.
         """
-        parts = [self.slots.get(_home(value, turn)) for turn in range(len(self._passes))]
+        parts = [self.slots.get(_home(value, number)) for number in range(len(self._passes))]
         homes = [part for part in parts if part is not None]
         if not homes:
             raise PlanError(
@@ -246,8 +246,8 @@ class SlotAssigner:
             for start, size in zip(starts, sizes, strict=True)
         ]
         rows: list[Rows] = [
-            tuple(sum(map(len, own[turn])) for own in by_row) if whole.rows is not None else None
-            for turn in range(len(self._passes))
+            tuple(sum(map(len, own[number])) for own in by_row) if whole.rows is not None else None
+            for number in range(len(self._passes))
         ]
         grid = whole.layout.grid
         return _Shared(tuple(rows), {device: by_row[grid.position(device)[0]] for device in grid.devices})
@@ -261,9 +261,9 @@ class _Shared:
     ranges: Mapping[int, tuple[tuple[Range, ...], ...]]
 
 
-def _home(value: str, turn: int | None) -> str:
+def _home(value: str, pass_number: int | None) -> str:
     """The name of the slot that a value is made in."""
-    return value if turn is None else f"{value}#{turn}"
+    return value if pass_number is None else f"{value}#{pass_number}"
 
 
 def _cut_sum(home: Slot, target: Layout) -> Layout | None:

@@ -17,6 +17,7 @@ from math import prod
 import torch
 
 from parplan.fields import ranges
+from parplan.graph.layer_graph import TensorSpec
 from parplan.layout import Block, Grid, Layout, Piece, Range, disjoint, pieces, regions, shape_of
 from parplan.lowering.holdings import Bucket
 from parplan.plan import LISTED_DEVICES, Scheme, Strategy
@@ -106,7 +107,7 @@ class Slot:
         dtype: of the tensor.
         requires_grad: whether a gradient flows back through it.
         per_replica: a number of which every row has its own: one entry each, where the layers' code has none.
-        turn: which pass's samples it has; None when those of the whole batch.
+        pass_number: which pass's samples it has; None when those of the whole batch.
     """
 
     name: str
@@ -117,7 +118,12 @@ class Slot:
     dtype: torch.dtype
     requires_grad: bool
     per_replica: bool = False
-    turn: int | None = None
+    pass_number: int | None = None
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The whole tensor."""
+        return TensorSpec(self.shape, self.dtype, self.requires_grad)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -171,7 +177,7 @@ class Compute:
         operands: values read, in the order of the code's arguments.
         states: parameters and buffers, which follow as further arguments.
         results: values the code returns.
-        turn: which pass it belongs to; None when it runs once.
+        pass_number: which pass it belongs to; None when it runs once.
     """
 
     code: Code
@@ -181,7 +187,7 @@ class Compute:
     operands: tuple[Operand, ...]
     states: tuple[State, ...]
     results: tuple[Operand, ...]
-    turn: int | None = None
+    pass_number: int | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -196,7 +202,7 @@ class Compute:
         """One line of the printed program."""
         layers = " + ".join(self.layers)
         what = layers if self.code is Code.LAYERS else f"{self.code.name.lower()} of {layers}"
-        what = what if self.turn is None else f"pass {self.turn}: {what}"
+        what = what if self.pass_number is None else f"pass {self.pass_number}: {what}"
         names = (", ".join(o.slot for o in group) for group in (self.operands, self.results))
         return f"{what} on {_grid_text(self.grid)}: " + " -> ".join(names)
 
@@ -400,8 +406,8 @@ def _back_text(step: Step) -> str:
         return f"split {step.target} back to {', '.join(step.sources)}"
     if isinstance(step, Reduce):
         return step.text()
-    turn = "" if step.turn is None else f"pass {step.turn}: "
-    return f"{turn}back through {' + '.join(step.layers)}"
+    prefix = "" if step.pass_number is None else f"pass {step.pass_number}: "
+    return f"{prefix}back through {' + '.join(step.layers)}"
 
 
 def _grid_text(grid: Grid) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from parplan.errors import PlanError
+from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.layout import Block, Grid, Layout, within
 from parplan.lowering.holdings import Holdings, used_blocks
@@ -21,7 +22,7 @@ from parplan.lowering.placement import SlotAssigner
 from parplan.lowering.program import Code, Compute, Operand, Slot, State
 from parplan.plan import Strategy
 
-__all__ = ["Segments"]
+__all__ = ["Segments", "statistics"]
 
 
 @dataclass
@@ -33,7 +34,7 @@ class _Segment:
     layers: list[str]
     operands: dict[str, str] = field(default_factory=dict)
     results: dict[str, str] = field(default_factory=dict)
-    turn: int | None = None
+    pass_number: int | None = None
 
 
 class Segments:
@@ -65,26 +66,26 @@ class Segments:
         """Slots that segments read."""
         return {slot for segment in self._segments for slot in segment.operands.values()}
 
-    def add(self, layer: Layer, turn: int | None = None) -> None:
+    def add(self, layer: Layer, pass_number: int | None = None) -> None:
         """Append a layer (in one of the passes), to the last segment if it can run there."""
         strategy = self._spread.strategies[layer.name]
-        if not self._joins(layer, strategy, turn):
-            self._segments.append(_Segment(Code.LAYERS, strategy.grid, [], turn=turn))
+        if not self._joins(layer, strategy, pass_number):
+            self._segments.append(_Segment(Code.LAYERS, strategy.grid, [], pass_number=pass_number))
         segment = self._segments[-1]
         segment.layers.append(layer.name)
         self._read(layer, strategy, segment)
         self._make(layer, strategy, segment)
 
-    def _joins(self, layer: Layer, strategy: Strategy, turn: int | None) -> bool:
+    def _joins(self, layer: Layer, strategy: Strategy, pass_number: int | None) -> bool:
         """Whether the layer can run in the last segment."""
         if not self._segments or layer.name in self._heads:
             return False
         last = self._segments[-1]
-        if last.code is not Code.LAYERS or last.grid != strategy.grid or last.turn != turn or self._leaves(last):
+        if (last.code, last.grid, last.pass_number) != (Code.LAYERS, strategy.grid, pass_number) or self._leaves(last):
             return False
         known = {**last.operands, **last.results}
         others = (v for v in layer.inputs if v not in known and v not in self._graph.user_inputs)  # those come first
-        if any(self._slots.arrives(value, layer.layout(value, strategy), turn) for value in others):
+        if any(self._slots.arrives(value, layer.layout(value, strategy), pass_number) for value in others):
             return False
         in_place = all(
             self._slots.same_place(self._slots.slots[known[value]], layer.layout(value, strategy))
@@ -113,14 +114,15 @@ class Segments:
         return used_blocks(self._graph, self._spread.strategies, layer, state)
 
     def _read(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
+        reader, number = len(self._segments) - 1, segment.pass_number
         for value in layer.inputs:
             if value not in segment.results:
-                slot = self._slots.place(value, layer.layout(value, strategy), len(self._segments) - 1, segment.turn)
+                slot = self._slots.place(value, layer.layout(value, strategy), reader, number)
                 segment.operands.setdefault(value, slot)
 
     def _make(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
         for value in layer.outputs:
-            slot = self._slots.slot(value, layer.layout(value, strategy), segment.turn)
+            slot = self._slots.slot(value, layer.layout(value, strategy), segment.pass_number)
             self._slots.add(slot, len(self._segments) - 1)
             segment.results[value] = slot.name
 
@@ -134,7 +136,7 @@ class Segments:
                 f"{layer.name}: batch norm with a computed weight or bias cannot share statistics between "
                 f'{strategy.replicas} replicas; give it one replica, or compile with batch_norm="local"'
             )
-        own = self._statistics(layer, strategy)
+        own = statistics(self._graph, layer, strategy)
         self._segments.append(_Segment(Code.STATISTICS, strategy.grid, [layer.name], results={own.name: own.name}))
         self._read(layer, strategy, self._segments[-1])
         self._slots.add(own, len(self._segments) - 1)
@@ -144,16 +146,6 @@ class Segments:
         shared = replace(own.layout, batch_dim=None)
         normalise.operands[own.name] = self._slots.place(own.name, shared, len(self._segments) - 1)
         self._make(layer, strategy, normalise)
-
-    def _statistics(self, layer: Layer, strategy: Strategy) -> Slot:
-        """[replicas, 3, channels]: a row per replica, cut over the columns as the channels are."""
-        (value,) = layer.inputs
-        spec = self._graph.values[value]
-        name = f"{layer.name}.statistics"
-        layout = Layout(strategy.grid, 0, None if layer.layout(value, strategy).shard_dim is None else 2)
-        dtype = torch.promote_types(spec.dtype, torch.float32)
-        shape = (strategy.replicas, 3, spec.shape[1])
-        return Slot(name, name, layout, shape, (1,) * strategy.replicas, dtype, spec.requires_grad)
 
     # -- finished steps --
 
@@ -175,11 +167,11 @@ class Segments:
                     code=segment.code,
                     layers=tuple(segment.layers),
                     grid=segment.grid,
-                    batches=self._slots.samples(segment.grid.replicas, segment.turn),
+                    batches=self._slots.samples(segment.grid.replicas, segment.pass_number),
                     operands=tuple(Operand(*item) for item in segment.operands.items()),
                     states=tuple(self._state(*item, held) for item in users.items()),
                     results=tuple(Operand(*item) for item in segment.results.items() if item[1] in read),
-                    turn=segment.turn,
+                    pass_number=segment.pass_number,
                 )
             )
         return found
@@ -195,3 +187,12 @@ class Segments:
                 made[key] = block if whole is None else within(block, whole)
             blocks[device] = made[key]
         return State(name, blocks)
+
+
+def statistics(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Slot:
+    """Batch statistics, [replicas, 3, channels]: a row per replica, cut over the columns as the channels are."""
+    value = next(node.all_input_nodes[0].name for node in layer.nodes if op_name(node) == "batch_norm")
+    spec, name = graph.values[value], f"{layer.name}.statistics"
+    layout = Layout(strategy.grid, 0, None if layer.layout(value, strategy).shard_dim is None else 2)
+    dtype, shape = torch.promote_types(spec.dtype, torch.float32), (strategy.replicas, 3, spec.shape[1])
+    return Slot(name, name, layout, shape, (1,) * strategy.replicas, dtype, spec.requires_grad)

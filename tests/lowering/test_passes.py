@@ -7,12 +7,15 @@ import textwrap
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from parplan.errors import PlanError
+from parplan.graph.capture.capture import capture
 from parplan.layout import Range
 from parplan.lowering.lower import lower
 from parplan.lowering.passes import Pass, local_ranges, put, take
-from parplan.lowering.program import Program, Staged
+from parplan.lowering.program import Compute, Program, Staged, Step, Transfer
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme, Strategy
 from parplan.runtime.module.compiled import Compiled
@@ -23,6 +26,25 @@ from tests.runtime.nets import mlp
 
 # Hooks here are meant to see one replica's samples.
 pytestmark = pytest.mark.filterwarnings("ignore::parplan.errors.ReplicaHookWarning")
+
+
+class Scored(nn.Module):
+    """Two linear layers and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(self.second(self.first(x)), target)
+
+
+class TwoResults(Scored):
+    """What both layers make."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = self.first(x)
+        return x, self.second(x)
 
 
 def program(devices: int, scheme: Scheme, fewest: int = 1, processes: bool = True) -> Program:
@@ -98,6 +120,62 @@ def test_most_that_one_device_sends_at_once(scheme: Scheme) -> None:
     assert sent == expected
 
 
+def listed(found: Staged) -> str:
+    """Part by part, what is computed, moved, split or summed; transfers by the slot that they fill."""
+    halves = [(f"pass {n} {way}", getattr(one, way)) for n, one in enumerate(found.passes)
+              for way in ("forward", "backward")]  # fmt: skip
+    parts = [("before", found.before), *halves, ("sums", found.sums), ("after", found.after)]
+
+    def words(step: Step) -> str:
+        if isinstance(step, Compute):
+            return "+".join(step.layers)
+        return step.target if isinstance(step, Transfer) else " ".join(step.text().split()[:2])
+
+    return "\n".join(f"{name}: {', '.join(map(words, steps))}" for name, steps in parts)
+
+
+def test_a_staged_program_as_a_table() -> None:
+    """The next pass's samples leave before this one computes; a pass goes back before the next one computes."""
+    expected = """
+    before: 0+1+2+3, split flatten, flatten#0@1
+    pass 0 forward: flatten#1@1, 4+5, 6, linear_1#0@1
+    pass 0 backward: linear_1#0@1, 6, 4+5, flatten#0@1
+    pass 1 forward: 4+5, 6, linear_1#1@1
+    pass 1 backward: linear_1#1@1, 6, 4+5, flatten#1@1
+    sums: sum gradients
+    after: split flatten, 0+1+2+3, sum gradients
+    """
+    for scheme in (Scheme.BROADCAST, Scheme.INTERLEAVE):
+        assert listed(staged(program(2, scheme))) == textwrap.dedent(expected).strip()
+
+
+def test_results_that_a_loss_waits_for_leave_before_samples_of_the_next_pass_go_on() -> None:
+    """A lone sender's samples are dealt out beside the pass before, and exchanged behind that pass's only segment."""
+    graph = capture(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8)), (torch.zeros(8, 6),))
+    plan = {"0": Strategy(4, 1, None, (0, 1, 2, 3)), "1": Strategy(1, 4, "out-features", (0, 1, 2, 3))}
+    found = lower(graph, plan, StepSetting.per_process(4, 8, Scheme.BROADCAST))
+    expected = """
+    pass 0 forward: linear#1@1, 1, linear_1#0@1, linear#1@2
+    pass 1 forward: linear#2@1, 1, linear_1#1@1, linear#2@2
+    pass 2 forward: linear#3@1, 1, linear_1#2@1, linear#3@2
+    pass 3 forward: 1, linear_1#3@1
+    """
+    lines = listed(staged(found)).splitlines()
+    assert [line for line in lines if "forward" in line] == textwrap.dedent(expected).strip().splitlines()
+
+
+def test_no_order_pass_by_pass_where_something_needs_the_samples_of_several_passes() -> None:
+    """A loss inside the model runs on all results; a result of a layer in front is there before the passes."""
+    one, two = Strategy(), Strategy(2, devices=(0, 1))
+    inside = capture(Scored(), (torch.zeros(4, 6), torch.zeros(4, dtype=torch.long)))
+    front = capture(TwoResults(), (torch.zeros(4, 6),))
+    for graph in (inside, front):
+        plan = {name: two if name == "first" else one for name in graph.layers}
+        found = lower(graph, plan, StepSetting.per_process(2, 4, Scheme.INTERLEAVE))
+        assert "pass 1: " in found.text()
+        assert found.staged is None
+
+
 def test_staged_steps_are_the_same_steps_pass_by_pass() -> None:
     for scheme, devices, fewest in ((Scheme.BROADCAST, 4, 1), (Scheme.INTERLEAVE, 4, 2), (Scheme.BROADCAST, 2, 1)):
         found = program(devices, scheme, fewest)
@@ -109,9 +187,9 @@ def test_staged_steps_are_the_same_steps_pass_by_pass() -> None:
         assert sorted([*(step.text() for step in forward), *joins]) == texts
         assert sorted([*(step.text() for step in backward), *joins]) == sorted(s.text() for s in found.backward)
         for number, one in enumerate(steps.passes):
-            turns = {getattr(step, "turn", None) for step in (*one.forward, *one.backward)} - {None}
-            assert turns == {number}
-            assert [found.slots[slot].turn for slot in one.outputs] == [number]
+            numbers = {getattr(step, "pass_number", None) for step in (*one.forward, *one.backward)} - {None}
+            assert numbers == {number}
+            assert [found.slots[slot].pass_number for slot in one.outputs] == [number]
 
 
 def test_one_pass_is_on_its_way_while_another_is_computed_there_and_back() -> None:

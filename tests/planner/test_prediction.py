@@ -58,12 +58,12 @@ def run_by_hand(formulation: Formulation, choice: list[int], said: StepCost) -> 
     now_s += arriving[len(layers)]  # the delivery's gradients
     for index in reversed(range(len(layers))):
         option = layers[index]
-        early_s = (1 - said.late) * option.reduce_s
+        early_s = (1 - said.late) * option.cost.reduce_s
         now_s += option.cost.backward_s + option.batch_norm_sync_s + (1 - said.overlap) * early_s
         link_s = max(link_s, now_s) + said.overlap * early_s
         now_s += arriving[index]
     # New weights come after the update.
-    last_s = sum(option.cost.update_s + said.late * option.reduce_s for option in layers)
+    last_s = sum(option.cost.update_s + said.late * option.cost.reduce_s for option in layers)
     return max(now_s, link_s) + last_s + said.overhead_s
 
 

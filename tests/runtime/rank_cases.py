@@ -142,8 +142,8 @@ def passes(rank: int, ranks: int) -> None:
     for scheme in PASSES:
         model = train(conv_net(), spread(ranks, "hybrid"), (3, 8, 8), rank, steps(ranks), scheme)
         assert model.program is not None
-        turns = [step.turn for step in model.program.forward if isinstance(step, Compute)]
-        assert set(turns) == {None, *range(ranks)}
+        numbers = [step.pass_number for step in model.program.forward if isinstance(step, Compute)]
+        assert set(numbers) == {None, *range(ranks)}
         if ranks == 4:
             pairs = hybrid_case(ranks, scheme, {}, fewest=2)
             train(small(), pairs.plan.layers, (3, 8, 8), rank, steps(ranks), scheme)

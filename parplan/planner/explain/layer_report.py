@@ -36,7 +36,7 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     forward = sum(many * own.cost.forward_s for many, own in runs)
     backward = sum(many * own.cost.backward_s for many, own in runs)
     update = sum(many * own.cost.update_s for many, own in once)
-    unhidden = sum(many * (own.compute_interference_s + own.post_update_s) for many, own in once)
+    unhidden = sum(many * (own.cost.compute_interference_s + own.cost.post_update_s) for many, own in once)
     transfer = sum(
         float(edge_totals(parts, edge)[choice[edge.source], choice[edge.target]]) for edge in parts.edges
     ) + sum(many * (own.arrival_s + 2 * own.batch_norm_sync_s) for many, own in runs)
@@ -50,7 +50,7 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
         forward_s=forward,
         backward_s=backward,
         transfer_s=transfer,
-        reduce_s=sum(many * own.reduce_s for many, own in once),
+        reduce_s=sum(many * own.cost.reduce_s for many, own in once),
         exposed_reduce_s=exposed + unhidden,
         memory_bytes=costs.peaks(formulation.strategies(choice)) or formulation.device_peaks(choice, devices),
         update_s=update,
@@ -86,8 +86,8 @@ def layer_reports(
             forward_s=option.cost.forward_s,
             backward_s=option.cost.backward_s,
             transfer_s=option.arrival_s + moved_s + 2 * option.batch_norm_sync_s,
-            reduce_s=option.reduce_s,
-            memory_bytes=option.memory_bytes,
+            reduce_s=option.cost.reduce_s,
+            memory_bytes=option.memory.resident_bytes + option.memory.saved_bytes,
             source=option.cost.source,
             why="",
             bends=bends(plan, graph, name),

@@ -227,8 +227,8 @@ def simulated_reports(
     return tuple(
         replace(
             one,
-            forward_s=work.passes * work.forward_s,
-            backward_s=work.passes * work.backward_s,
+            forward_s=work.passes * work.cost.forward_s,
+            backward_s=work.passes * work.cost.backward_s,
             transfer_s=moved_s.get(one.name, 0),
         )
         for one in facts

@@ -33,7 +33,7 @@ from parplan.layout import Layout
 from parplan.lowering.stages import Stage, keeps_apart
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme
-from parplan.planner.search_space.options import Option, of_pass
+from parplan.planner.search_space.options import Option
 from parplan.planner.search_space.shape import Choice, Shape
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts
 from parplan.planner.solver.problem import FloatArray
@@ -252,7 +252,7 @@ def _edge(
     if shape.passes == 1:
         return EdgeParts(*ends, allowed, seconds(single | (given_in == wanted_in), moved))
     part = pass_matrix(graph, costs, value, given, layouts, shape)
-    within = seconds(given_in & wanted_in, costs.transfer_matrix(of_pass(graph, value, shape), given, layouts))
+    within = seconds(given_in & wanted_in, costs.transfer_matrix(graph.of_pass(value, shape.passes), given, layouts))
     crossing = seconds(~given_in & wanted_in & ~single, part), seconds(given_in & ~wanted_in, part)
     several = [one if one[0].any() or one[1].any() else None for one in (within, *crossing)]
     return EdgeParts(*ends, allowed, seconds(single, moved), several[0], several[1], several[2])
@@ -288,7 +288,7 @@ def pass_matrix(
     shape: Shape,
 ) -> TransferMatrix:
     """Seconds of one pass's samples over the boundary of the passes, the mean over the passes."""
-    spec = of_pass(graph, value, shape)
+    spec = graph.of_pass(value, shape.passes)
     if shape.scheme is not Scheme.BROADCAST:
         return costs.transfer_matrix(spec, sources, targets)
     dim = graph.batch_dims.get(value)

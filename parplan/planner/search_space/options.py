@@ -8,45 +8,31 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from parplan.cluster import Cluster
-from parplan.cost_models.costs import CostModel, LayerCost, LayerMemory
-from parplan.graph.kinds import op_name
-from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
+from parplan.cost_models.costs import CostModel, LayerCharges, LayerMemory, charges, statistics_transfer
+from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.layout import Layout
+from parplan.lowering.segments import statistics
 from parplan.lowering.stages import Stage
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 from parplan.planner.search_space.shape import Choice, Shape
 from parplan.planner.search_space.step_time import NodeParts
 
-__all__ = ["Option", "arrival_layout", "arrival_s", "node_parts", "of_pass", "priced_option"]
+__all__ = ["Option", "arrival_layout", "arrival_s", "node_parts", "priced_option"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option(Choice):
     """A choice for one layer with its costs on each of its devices.
 
-    `cost` is of one pass for a layer in passes. `batch_norm_sync_s` is one way of exchanging batch statistics,
-    `compute_interference_s` the part of `reduce_s` that holds up the backward pass beside it and `post_update_s` the
-    part that comes after the update (see StepCost), `arrival_s` the time of bringing the user's inputs (of one pass).
+    `batch_norm_sync_s` is one way of exchanging batch statistics, `arrival_s` the time of bringing the user's inputs
+    (of one pass).
     """
 
-    cost: LayerCost
+    cost: LayerCharges
     batch_norm_sync_s: float
     memory: LayerMemory
-    reduce_s: float
-    compute_interference_s: float
     arrival_s: float
-    post_update_s: float
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that the layer adds at the moment when most is live."""
-        return self.memory.resident_bytes + self.memory.saved_bytes
-
-    @property
-    def overlappable_s(self) -> float:
-        """The part of the gradient sum that runs beside the backward."""
-        return max(0.0, self.reduce_s - self.post_update_s - self.compute_interference_s)
 
 
 def priced_option(
@@ -58,18 +44,12 @@ def priced_option(
     Args:
         arriving: inputs of the user that are brought for this layer, whatever others read.
     """
-    strategy = own.strategy
-    reduce_s = costs.reduction(layer, strategy)
-    post_update_s = costs.step.late * reduce_s
     return Option(
         **vars(own),
-        cost=costs.layer(layer, strategy, shape.passes if own.role is Stage.PASSES else 1),
-        batch_norm_sync_s=_batch_norm_sync_s(layer, strategy, costs, graph),
-        memory=costs.memory(layer, strategy),
-        reduce_s=reduce_s,
-        compute_interference_s=(1 - costs.step.overlap) * (reduce_s - post_update_s),
+        cost=charges(costs, layer, own.strategy, shape.passes if own.role is Stage.PASSES else 1),
+        batch_norm_sync_s=_batch_norm_sync_s(layer, own.strategy, costs, graph),
+        memory=costs.memory(layer, own.strategy),
         arrival_s=sum(arrival_s(graph, cluster, costs, value, layer, own, shape) for value in arriving),
-        post_update_s=post_update_s,
     )
 
 
@@ -77,18 +57,9 @@ def arrival_s(
     graph: LayerGraph, cluster: Cluster, costs: CostModel, value: str, layer: Layer, own: Choice, shape: Shape
 ) -> float:
     """Seconds to bring a layer what it takes of a user's input from where that arrives, of one pass if it is in one."""
-    spec = of_pass(graph, value, shape) if own.role is Stage.PASSES else graph.values[value]
+    spec = graph.of_pass(value, shape.passes if own.role is Stage.PASSES else 1)
     moved = costs.transfer(spec, arrival_layout(graph, cluster, value), layer.layout(value, own.strategy))
     return moved.forward_s + moved.backward_s
-
-
-def of_pass(graph: LayerGraph, value: str, shape: Shape) -> TensorSpec:
-    """A value as one pass has it; whole where it has no samples."""
-    spec, dim = graph.values[value], graph.batch_dims.get(value)
-    if dim is None or shape.passes == 1:
-        return spec
-    size = -(-spec.shape[dim] // shape.passes)
-    return replace(spec, shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
 
 
 def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
@@ -98,7 +69,7 @@ def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
     once = 1 - inside
     forward = np.array([one.cost.forward_s + one.batch_norm_sync_s for one in options])
     backward = np.array([one.cost.backward_s + one.batch_norm_sync_s for one in options])
-    interference = np.array([one.compute_interference_s for one in options])
+    interference = np.array([one.cost.compute_interference_s for one in options])
     arrival = np.array([one.arrival_s for one in options])
     return NodeParts(
         once_s=once * forward,
@@ -107,8 +78,8 @@ def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
         pass_forward_s=inside * forward,
         pass_backward_s=inside * backward,
         samples_in_s=inside * arrival,
-        sum_s=np.array([one.overlappable_s for one in options]),
-        update_s=np.array([one.cost.update_s + one.post_update_s for one in options]),
+        sum_s=np.array([one.cost.overlappable_s for one in options]),
+        update_s=np.array([one.cost.update_s + one.cost.post_update_s for one in options]),
         lanes=np.array(used),
     )
 
@@ -120,13 +91,8 @@ def arrival_layout(graph: LayerGraph, cluster: Cluster, value: str) -> Layout:
 
 
 def _batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
-    """One way of exchanging batch statistics, where replicas do: count, mean and squared deviations per channel."""
+    """One way of exchanging batch statistics, where replicas do."""
     if not layer.mixes_batch or strategy.replicas == 1:
         return 0.0
-    name = next(node.all_input_nodes[0].name for node in layer.nodes if op_name(node) == "batch_norm")
-    value = graph.values[name]
-    spec = TensorSpec((strategy.replicas, 3, value.shape[1]), value.dtype, requires_grad=True)
-    cut = layer.layout(name, strategy).shard_dim
-    shard_dim = None if cut is None else 2
-    moved = costs.transfer(spec, Layout(strategy.grid, 0, shard_dim), Layout(strategy.grid, None, shard_dim))
-    return moved.forward_s + costs.step.batch_norm_s / 2
+    own = statistics(graph, layer, strategy)
+    return statistics_transfer(costs, own.spec, own.layout, replace(own.layout, batch_dim=None)).forward_s

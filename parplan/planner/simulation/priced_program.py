@@ -14,8 +14,8 @@ from math import lcm
 
 from parplan.cluster import Cluster
 from parplan.cost_models.communication.traffic import traffic
-from parplan.cost_models.costs import CostModel
-from parplan.graph.layer_graph import LayerGraph, TensorSpec
+from parplan.cost_models.costs import CostModel, LayerCharges, charges, statistics_transfer
+from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid, Layout
 from parplan.lowering.lower import lower
 from parplan.lowering.program import Compute, Join, Program, Slot, Split, Transfer
@@ -47,27 +47,18 @@ RUNTIME_POLICY = PassPolicy()
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Seconds of a layer's parts on each of its devices, in each of its passes.
+    """A layer of the program with its charges.
 
     Args:
         passes: how often it runs in a step.
-        compute_interference_s: time that its gradient sum takes from the backward beside it, once.
-        overlappable_s: time of the sum that the backward may hide, once.
-        post_update_s: time of the sum after the update, once.
-        update_s: one update of its weights.
         period: passes between updates.
     """
 
     name: str
     passes: int
     devices: tuple[int, ...]
-    forward_s: float
-    backward_s: float
-    compute_interference_s: float
-    overlappable_s: float
-    post_update_s: float
-    update_s: float
     period: int
+    cost: LayerCharges
 
 
 Busy = tuple[tuple[int, float], ...]
@@ -142,27 +133,13 @@ def lowered(graph: LayerGraph, plan: Plan, cluster: Cluster) -> Program:
 
 def priced(graph: LayerGraph, program: Program, costs: CostModel, policy: PassPolicy = RUNTIME_POLICY) -> PricedProgram:
     """Prices of a program that was lowered from `graph`."""
-    turns = {name: step.turn for step in program.forward if isinstance(step, Compute) for name in step.layers}
-    passes = 1 + max((turn for turn in turns.values() if turn is not None), default=0)
+    numbers = {name: step.pass_number for step in program.forward if isinstance(step, Compute) for name in step.layers}
+    passes = 1 + max((number for number in numbers.values() if number is not None), default=0)
 
     def work(name: str) -> LayerWork:
-        layer, strategy = graph.layers[name], replace(program.strategies[name], update_period=None)
-        runs = passes if turns[name] is not None else 1
-        cost, reduce_s = costs.layer(layer, strategy, runs), costs.reduction(layer, strategy)
-        post_update_s = costs.step.late * reduce_s
-        compute_interference_s = (1 - costs.step.overlap) * (reduce_s - post_update_s)
-        return LayerWork(
-            name=name,
-            passes=runs,
-            devices=strategy.devices,
-            forward_s=cost.forward_s,
-            backward_s=cost.backward_s,
-            compute_interference_s=compute_interference_s,
-            overlappable_s=max(0.0, reduce_s - post_update_s - compute_interference_s),
-            post_update_s=post_update_s,
-            update_s=cost.update_s,
-            period=program.strategies[name].update_period or passes,
-        )
+        strategy, runs = program.strategies[name], passes if numbers[name] is not None else 1
+        own = charges(costs, graph.layers[name], replace(strategy, update_period=None), runs)
+        return LayerWork(name, runs, strategy.devices, strategy.update_period or passes, own)
 
     hidden = min(1.0, max(0.0, costs.step.overlap)) if policy.prefetch else 0.0
     layers, moves = {name: work(name) for name in graph.layers}, _moves(graph, program, costs, passes, policy)
@@ -206,22 +183,20 @@ def _moves(graph: LayerGraph, program: Program, costs: CostModel, passes: int, p
         layouts = given.layout, wanted.layout
         if program.scheme is Scheme.BROADCAST:  # those who have none of a pass's samples do not take part
             layouts = _with_samples(given), _with_samples(wanted)
-        shape, dim, more_s = given.shape, graph.batch_dims.get(given.value), costs.step.batch_norm_s / 2
-        if given.value in graph.values:  # no statistics of a batch norm
-            shape, more_s = graph.values[given.value].shape, 0.0
-        if given.turn is not None and dim is not None:
-            shape = (*shape[:dim], -(-shape[dim] // passes), *shape[dim + 1 :])
-        spec = TensorSpec(shape, given.dtype, given.requires_grad)
+        if given.value in graph.values:
+            spec = graph.of_pass(given.value, 1 if given.pass_number is None else passes)
+            cost = costs.transfer(spec, *layouts)
+        else:  # statistics of a batch norm
+            spec, cost = given.spec, statistics_transfer(costs, given.spec, *layouts)
         most, sent, received, devices = _lanes(*layouts)
-        cost = costs.transfer(spec, *layouts)
         crosses = wanted.name in inwards, wanted.name in outwards and not used[wanted.name]
         found[wanted.name] = Move(
             given,
             wanted,
             layouts,
             most * spec.nbytes,
-            cost.forward_s + more_s,
-            cost.backward_s + more_s,
+            cost.forward_s,
+            cost.backward_s,
             sent,
             received,
             devices,

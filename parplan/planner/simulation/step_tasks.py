@@ -164,7 +164,7 @@ class _StepTasks:
             self.begun = self.gate([*results, *self._of_pass[Kind.FORWARD, number]])
             due = [own for own in self.priced.layers.values() if own.passes > 1 and (number + 1) % own.period == 0]
             self.walk(one.backward, Kind.BACKWARD, frozenset(own.name for own in due))
-            due = [own for own in due if number + 1 < own.passes and own.update_s > 0]
+            due = [own for own in due if number + 1 < own.passes and own.cost.update_s > 0]
             done = self._of_pass[Kind.BACKWARD, number]
             self.begun = self.gate([*done, *(self.update(due) if due else ())])
         self.begun = ()
@@ -234,14 +234,14 @@ class _StepTasks:
 
         A batch norm over replicas counts with its normalisation forward, and with its statistics backward.
         """
-        devices, number = step.grid.devices, step.turn
+        devices, number = step.grid.devices, step.pass_number
         after = {device: [task for slot in needed for task in slots.at(slot, device)] for device in devices}
         if step.code is (Code.STATISTICS if kind is Kind.FORWARD else Code.NORMALISE):
             return {device: self.gate(after[device])[0] for device in devices}
         own = dict[int, int]()
         for name in step.layers if kind is Kind.FORWARD else reversed(step.layers):
             layer = self.priced.layers[name]
-            seconds = layer.forward_s if kind is Kind.FORWARD else layer.backward_s
+            seconds = layer.cost.forward_s if kind is Kind.FORWARD else layer.cost.backward_s
             for device in devices:
                 tasks: Iterable[int] = (own[device],) if device in own else after[device]
                 if number is not None:  # in the program's order, as a stream serves them
@@ -256,17 +256,18 @@ class _StepTasks:
 
     def sum(self, layer: LayerWork, own: dict[int, int], number: int | None) -> None:
         """Sum a layer's gradients: what that takes from compute, then the rest beside it."""
-        if layer.compute_interference_s > 0:
+        name, held_s, beside_s = layer.name, layer.cost.compute_interference_s, layer.cost.overlappable_s
+        if held_s > 0:
             for device in layer.devices:
-                exclusive, after, seconds = _lane(Lane.COMPUTE, (device,)), (own[device],), layer.compute_interference_s
-                own[device] = self.add(Kind.REDUCTION, layer.name, seconds, exclusive, after, number, (device,))
-        if layer.overlappable_s > 0:
+                exclusive, after = _lane(Lane.COMPUTE, (device,)), (own[device],)
+                own[device] = self.add(Kind.REDUCTION, name, held_s, exclusive, after, number, (device,))
+        if beside_s > 0:
             exclusive = _lane(Lane.SUMS, layer.devices)
-            self.add(Kind.REDUCTION, layer.name, layer.overlappable_s, exclusive, own.values(), number, layer.devices)
+            self.add(Kind.REDUCTION, name, beside_s, exclusive, own.values(), number, layer.devices)
 
     def transfer(self, move: Move, kind: Kind, after: Tasks) -> int:
-        """A transfer or its way back; what crosses the boundary of passes first waits for its turn."""
-        forward, number = kind is Kind.FORWARD, move.wanted.turn
+        """A transfer or its way back; what crosses the boundary of passes waits for the pass before."""
+        forward, number = kind is Kind.FORWARD, move.wanted.pass_number
         seconds = move.forward_s if forward else move.backward_s
         lanes = _busy_lanes(*((move.sent, move.received) if forward else (move.received, move.sent)))
         about: dict[str, Any] = {
@@ -296,13 +297,13 @@ class _StepTasks:
         updated = []
         for device, held in enumerate(self._held):
             lanes = (*_lane(Lane.COMPUTE, (device,)), *_lane(Lane.SUMS, (device,)))
-            seconds = sum(layer.update_s for layer in layers if device in layer.devices)
+            seconds = sum(layer.cost.update_s for layer in layers if device in layer.devices)
             updated.append(self.add(Kind.UPDATE, "", seconds, lanes, held, None, (device,)))
         found = list(updated)
-        for layer in (layer for layer in layers if layer.post_update_s > 0):
+        for layer in (layer for layer in layers if layer.cost.post_update_s > 0):
             lanes = (*_lane(Lane.COMPUTE, layer.devices), *_lane(Lane.SUMS, layer.devices))
-            after = [updated[device] for device in layer.devices]
-            found.append(self.add(Kind.REDUCTION, layer.name, layer.post_update_s, lanes, after, None, layer.devices))
+            name, seconds, after = layer.name, layer.cost.post_update_s, [updated[device] for device in layer.devices]
+            found.append(self.add(Kind.REDUCTION, name, seconds, lanes, after, None, layer.devices))
         return found
 
 

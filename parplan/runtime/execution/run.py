@@ -168,7 +168,7 @@ class Run:
         elif isinstance(step, Join):
             self._join(parts, step.sources, step.target, step)
         else:
-            executor.seeded.micro_batch = step.turn or 0
+            executor.seeded.micro_batch = step.pass_number or 0
             executor.each(step, partial(self._compute, step, parts=parts, record=record))
             executor.done(step)
         for slot in executor.last_reads[id(step)]:

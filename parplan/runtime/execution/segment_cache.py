@@ -79,7 +79,7 @@ class SegmentCache:
         made = local_module(self._graph, parts, inputs, results, self._dropout, self._marks, key.place)
         for part in parts if self._dropout else ():
             self._seeded.apply(made, part, key.row)
-        self._hooks.apply(made, key.row, step.turn)
+        self._hooks.apply(made, key.row, step.pass_number)
         code: Function = made.forward
         # Numbers, as the code knows them, lie in slots that have one entry per replica.
         taken = [self._slots[operand.slot].per_replica for operand in step.operands] + [False] * len(step.states)

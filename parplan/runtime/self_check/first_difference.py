@@ -208,7 +208,7 @@ def _lost_by_plan(
     for one in written:
         step, slot = one.step, executor.program.slots[one.slot]
         value = whole.values.get(slot.value)
-        if value is None or slot.turn is not None or slot.layout.partial or tuple(value.shape) != tuple(slot.shape):
+        if value is None or slot.pass_number is not None or slot.layout.partial or tuple(value.shape) != slot.shape:
             continue
         for device, tensor in one.held.items():
             if _differs(block_values(value, slot.blocks[device]), tensor):

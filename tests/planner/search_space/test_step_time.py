@@ -97,6 +97,17 @@ def test_one_process_sends_inputs_from_its_home_device_and_takes_results_back() 
     assert found[2] - found[None] == pytest.approx(0.75 * (x + 2 * y) / 1e9)
 
 
+def test_statistics_of_a_batch_norm_are_of_the_programs_type_in_t_too() -> None:
+    """In 16 bits a batch norm over replicas exchanges its statistics in 32."""
+    net = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64)).to(torch.bfloat16)
+    graph = capture(net, (torch.zeros(8, 3, 8, 8, dtype=torch.bfloat16),))
+    cluster = Cluster.of(cluster_preset("v100-pcie", 1).device, 2, (Link("link", 2, 0.0, 1e6),))
+    costs = RooflineCosts(graph, cluster)
+    plan = plan_of(graph, cluster, {name: Strategy(2, 1, None, (0, 1)) for name in graph.layers})
+    step_s = simulate(graph, cluster, costs, plan).step_s
+    assert step_time_s(graph, cluster, costs, plan) == pytest.approx(step_s, rel=1e-6)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", chains(False))
 def test_in_one_pass_rows_of_layers_on_all_devices_take_t(seed: int) -> None:

@@ -40,7 +40,7 @@ def test_every_task_is_an_entry_of_the_program_and_the_reverse(seed: int) -> Non
         for kind, without in ((Kind.FORWARD, Code.STATISTICS), (Kind.BACKWARD, Code.NORMALISE)):
             steps = program.forward if kind is Kind.FORWARD else program.backward
             compute = [step for step in steps if isinstance(step, Compute) and step.code is not without]
-            entries = Counter((n, s.turn, d) for s in compute for n in s.layers for d in s.grid.devices)
+            entries = Counter((n, s.pass_number, d) for s in compute for n in s.layers for d in s.grid.devices)
             tasks = Counter((p.what, p.number, d) for p in simulated.parts if p.kind is kind for d in p.devices)
             assert tasks == entries
         moved: dict[tuple[str, int | None], float] = defaultdict(float)
@@ -50,7 +50,7 @@ def test_every_task_is_an_entry_of_the_program_and_the_reverse(seed: int) -> Non
         for step in (step for step in program.forward if isinstance(step, Transfer)):
             move = found.moves.get(step.target)
             if move is not None and move.forward_s + move.backward_s > 0:
-                entered[move.value, step.wanted.turn] += move.forward_s + move.backward_s
+                entered[move.value, step.wanted.pass_number] += move.forward_s + move.backward_s
         assert moved == pytest.approx(entered)
         summed = {name for name, layer in graph.layers.items() for bucket in program.buckets
                   if not set(bucket.parameters).isdisjoint(layer.parameters)}  # fmt: skip
