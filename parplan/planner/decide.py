@@ -34,7 +34,14 @@ from parplan.planner.explain.reasons import with_reasons
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
 from parplan.planner.search.context import (
-    EXACT, Case, fits, formulated, needs_simulation, plain, shape_of, simulated_step,
+    EXACT,
+    Case,
+    fits,
+    formulated,
+    needs_simulation,
+    plain,
+    shape_of,
+    simulated_step,
 )  # fmt: skip
 from parplan.planner.search.schemes import (
     rival_in_passes,

@@ -348,7 +348,7 @@ def _reuse_ties(
             if own is not None and again is not None and own.follows_like(again, group):
                 same = np.where(np.eye(len(nodes[own.node].once_s)), 0.0, np.inf)
                 zero = np.zeros_like(same)
-                ties.append(EdgeParts(*sorted((own.node, again.node)), same, (zero, zero)))
+                ties.append(EdgeParts(own.node, again.node, same, (zero, zero)))
     return ties
 
 
