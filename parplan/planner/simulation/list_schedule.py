@@ -120,25 +120,34 @@ class _ListSchedule:
                 self._pace(now_s)
         return [Span(start_s, end_s, earlier) for (start_s, earlier), end_s in zip(self.begun, self.end_s, strict=True)]
 
-    def _start(self, now_s: float, ended: Sequence[int]) -> bool:
-        """Start all tasks that can; whether any of them shares resources."""
+    def _start(self, now_s: float, ended: list[int]) -> bool:
+        """Start all tasks that can; whether any of them shares resources.
+
+        One that takes no time is over at once: those that come after it are before later ones in the list.
+        """
         claimed, waiting, sharing = self.busy, list[int](), False
-        for index in self.ready:
+        while self.ready:
+            index = self.ready.pop(0)
             mask, task = self.masks[index], self.tasks[index]
             if mask & claimed:
                 waiting.append(index)
-            else:
-                self.busy |= mask
-                needed = (one for one in ended if one in task.after)
-                held = (one for one in ended if self.masks[one] & mask)
-                self.begun[index] = now_s, next(chain(needed, held), NOTHING)
-                if task.capacity:
-                    sharing = True
-                    self.sharing[index] = _Pace(1.0, now_s + task.seconds)
-                    self._need(index, 1.0)
-                else:
-                    heappush(self.alone, (now_s + task.seconds, index))
+                claimed |= mask
+                continue
+            needed = (one for one in ended if one in task.after)
+            held = (one for one in ended if self.masks[one] & mask)
+            self.begun[index] = now_s, next(chain(needed, held), NOTHING)
+            if task.seconds == 0:
+                ended.append(index)
+                self._free(index, now_s)
+                continue
             claimed |= mask
+            self.busy |= mask
+            if task.capacity:
+                sharing = True
+                self.sharing[index] = _Pace(1.0, now_s + task.seconds)
+                self._need(index, 1.0)
+            else:
+                heappush(self.alone, (now_s + task.seconds, index))
         self.ready = waiting
         return sharing
 
@@ -166,10 +175,14 @@ class _ListSchedule:
             needed[one] += sign * part
 
     def _end(self, index: int, now_s: float) -> None:
-        self.end_s[index] = now_s
         self.busy &= ~self.masks[index]
         if self.sharing.pop(index, None) is not None:
             self._need(index, -1.0)
+        self._free(index, now_s)
+
+    def _free(self, index: int, now_s: float) -> None:
+        """A task is over: those that waited for nothing else are ready."""
+        self.end_s[index] = now_s
         for follower in self.followers[index]:
             self.missing[follower] -= 1
             if self.missing[follower] == 0:

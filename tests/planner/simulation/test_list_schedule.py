@@ -39,6 +39,10 @@ TABLES: dict[str, tuple[list[Task], list[tuple[float, float, int]]]] = {
         [Task(2, ("a",)), Task(0, after=(0,)), Task(1, ("b",), after=(1,))],
         [(0, 2, NOTHING), (2, 2, 0), (2, 3, 1)],
     ),
+    "what comes after no time keeps its place": (
+        [Task(1, ("a",)), Task(0, ("a",), after=(0,)), Task(1, ("a", "b"), after=(1,)), Task(1, ("b",), after=(0,))],
+        [(0, 1, NOTHING), (1, 1, 0), (1, 2, 1), (2, 3, 2)],
+    ),
     "shared": (
         [Task(1, capacity=LANE), Task(3, capacity=LANE)],
         [(0, 2, NOTHING), (0, 4, NOTHING)],
