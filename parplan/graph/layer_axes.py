@@ -309,13 +309,12 @@ def layer_axes(
     joint = joint_axes(nodes, wanted)
     sizes = _sizes(nodes)
     inside = {n.name for n in nodes}
-    found = batch_dims.items()
-    batches = [axis for axis in joint if any(axis.dims.get(v) == dim and axis.plain(v) for v, dim in found)]
+    batches = [axis for axis in joint if any(batch_dims.get(v) == d and axis.plain(v) for v, d in axis.dims.items())]
     apart = sum(len(axis.dims) for axis in batches) == len(set().union(*(axis.dims for axis in batches)))
-    samples = {**(dict(chain.from_iterable(a.dims.items() for a in batches)) if apart else {}), **batch_dims}
+    within = dict(chain.from_iterable(axis.dims.items() for axis in batches)) if apart else dict[str, int]()
     known = {tensor for axis in joint for tensor in axis.dims} - set(outputs) - set(buffers) | set(wanted or {})
     for axis in joint:
-        steady = {t for t, dim in axis.dims.items() if t in fixed or samples.get(t, dim) != dim}
+        steady = {t for t, dim in axis.dims.items() if t in fixed or batch_dims.get(t, within.get(t, dim)) != dim}
         if not _may_cross(axis, inside - set(outputs), steady & known if axis not in batches else set(), fixed):
             axis.cuts.add(Cut.BLOCKED)
     sampled = list(batches)

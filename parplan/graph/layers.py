@@ -80,8 +80,8 @@ def build_layers(
         layer = replace(layer, reached=is_reached, constant=constant)
         # Values that had lost their samples (to an op that says nothing of them) and meet others here that have them.
         dims = layer.batch.dims if layer.batch is not None else {}
-        lost = made - samples.keys()
-        samples |= {value: dims[value] for value in layer.inputs if value in lost and value in dims}
+        lost = (value for value in layer.inputs if value in made and value not in samples)
+        samples |= {value: dims[value] for value in lost if value in dims}
         made.update(layer.outputs)
         reached |= {value for value in layer.outputs if is_reached or value in samples}
         layers[layer.name] = layer

@@ -10,7 +10,7 @@ loss has replicas like any layer, and class_terms can be cut along the vocabular
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +30,7 @@ from parplan.graph.axes.loss_ops import (
 )
 from parplan.graph.axes.row_syntax import Place
 from parplan.graph.axes.table import Call, row_of
-from parplan.graph.capture.merged_samples import sample_places
+from parplan.graph.capture.merged_samples import follow_samples
 from parplan.graph.kinds import SPLIT_OFF, is_loss_op, op_name
 
 __all__ = ["split_batch_reductions"]
@@ -46,32 +46,48 @@ _REDUCTIONS: dict[Any, int] = {
 
 def split_batch_reductions(
     graph: fx.Graph, samples: Mapping[str, int], grown: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-) -> None:
-    """Take all such reductions apart.
+) -> dict[str, Place]:
+    """Take all such reductions apart; gives where samples lie in every value that they can be followed to.
 
     Args:
         samples: dimension of the samples, by user input.
         grown: dimensions that grow with the batch, by value.
     """
-    places = sample_places(graph, samples)
-    for node in list(graph.nodes):
+    places = {name: Place(name, dim) for name, dim in samples.items()}
+    batch = next((shape_of(node)[samples[node.name]] for node in graph.nodes if node.name in samples), 1)
+
+    def loss(node: fx.Node) -> fx.Node | None:
         reached = any(operand.name in places for operand in node.all_input_nodes)
         if not reached or not is_loss_op(node) or row_of(node.target) is None:
-            continue
+            return None
         call = Call(node)
-        with graph.inserting_before(node):
-            made = _class_loss(call, places, grown) if op_name(node) in _CLASS_LOSSES else _element_loss(call)
-        if made is not None:
-            node.replace_all_uses_with(made)
-            graph.erase_node(node)
-    places = sample_places(graph, samples)
+        return _class_loss(call, places, grown) if op_name(node) in _CLASS_LOSSES else _element_loss(call)
+
+    def reduction(node: fx.Node) -> fx.Node | None:
+        place = places.get(node.all_input_nodes[0].name) if node.target in _REDUCTIONS else None
+        return _reduction(Call(node), place) if place is not None else None
+
     for node in list(graph.nodes):
-        if node.target in _REDUCTIONS and (place := places.get(node.all_input_nodes[0].name)) is not None:
-            with graph.inserting_before(node):
-                made = _reduction(Call(node), place)
-            if made is not None:
-                node.replace_all_uses_with(made)
-                graph.erase_node(node)
+        for each in _replaced(node, loss) or [node]:
+            follow_samples(each, places, batch)
+    for node in list(graph.nodes):
+        for each in _replaced(node, reduction):
+            follow_samples(each, places, batch)
+    return places
+
+
+def _replaced(node: fx.Node, make: Callable[[fx.Node], fx.Node | None]) -> list[fx.Node]:
+    """The nodes that `make` puts in front of one and in its place; none where it makes none."""
+    before, found = node.prev, list[fx.Node]()
+    with node.graph.inserting_before(node):
+        made = make(node)
+    if made is not None:
+        node.replace_all_uses_with(made)
+        node.graph.erase_node(node)
+    while made is not None and made is not before:
+        found.insert(0, made)
+        made = made.prev
+    return found
 
 
 def _make(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -31,7 +31,7 @@ from parplan.graph.capture.batch_reductions import split_batch_reductions
 from parplan.graph.capture.canonical import Canonical, canonicalise
 from parplan.graph.capture.equal_rows import compute_rows_once, counted_samples, sample_sources
 from parplan.graph.capture.merged_heads import merged_heads
-from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
+from parplan.graph.capture.merged_samples import unflatten_between_layers
 from parplan.graph.capture.model_export import Exported, ExportRequest, FirstCallChanges, export_call
 from parplan.graph.capture.other_batches import Twin, at_another_batch, export_blocks
 from parplan.graph.capture.settled_state import export_settled
@@ -226,8 +226,7 @@ def _assemble(call: ExportRequest, first: Exported, twin: Twin, bound: WholeBatc
     samples = {name: call.dim for i, name in enumerate(graph.users) if name is not None and i in twin.samples}
     changes = compute_rows_once(graph.graph, changes, frozenset(samples))
     known = {node.name for node in graph.graph.nodes}
-    split_batch_reductions(graph.graph, samples, changes.grown)
-    places = sample_places(graph.graph, samples)
+    places = split_batch_reductions(graph.graph, samples, changes.grown)
     made = {name: (place.dim,) for name, place in places.items() if name not in known}
     changes = replace(changes, grown={**changes.grown, **made})
     state = frozenset(graph.buffers) | frozenset(graph.constants)

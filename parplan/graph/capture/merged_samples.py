@@ -17,33 +17,25 @@ from parplan.graph.axes.row_syntax import Cut, OpAxis, Place
 from parplan.graph.axes.table import axes_of
 from parplan.graph.layers import BOUNDARY, LayerSet
 
-__all__ = ["sample_places", "unflatten_between_layers"]
+__all__ = ["follow_samples", "unflatten_between_layers"]
 
 aten = torch.ops.aten
 
 
-def sample_places(graph: fx.Graph, samples: Mapping[str, int]) -> dict[str, Place]:
-    """Where samples lie in every value that they can be followed to, by the ops' axes.
-
-    Args:
-        samples: dimension of the samples, by user input.
-    """
-    places = {name: Place(name, dim) for name, dim in samples.items()}
-    inputs = [node for node in graph.nodes if node.name in samples]
-    batch = shape_of(inputs[0])[samples[inputs[0].name]] if inputs else 1
-    for node in graph.nodes:
-        if node.op != "call_function" or not any(operand.name in places for operand in node.all_input_nodes):
-            continue
-        read = [places[operand.name] for operand in node.all_input_nodes if operand.name in places]
-        sizes = {n.name: shape_of(n) for n in (node, *node.all_input_nodes, *node.users) if is_tensor(n)}
-        found: dict[str, set[Place]] = {}
-        for axis in axes_of(node):
-            for outer in {outer for place in read if (outer := _outer(axis, place, sizes)) is not None}:
-                for tensor in axis.dims.keys() - {operand.name for operand in node.all_input_nodes}:
-                    found.setdefault(tensor, set()).add(Place(tensor, axis.dims[tensor], axis.outer.get(tensor, outer)))
-        whole = {tensor: place for tensor, (place, *more) in found.items() if not more}
-        places.update({t: p for t, p in whole.items() if sizes[t][p.dim] // p.outer % batch == 0})
-    return places
+def follow_samples(node: fx.Node, places: dict[str, Place], batch: int) -> None:
+    """Add where `batch` samples lie in what a node makes, by the op's axes, to where they lie in what it takes."""
+    operands = dict.fromkeys(operand.name for operand in node.all_input_nodes)
+    read = [places[name] for name in operands if name in places]
+    if node.op != "call_function" or not read:
+        return
+    sizes = {n.name: shape_of(n) for n in (node, *node.all_input_nodes, *node.users) if is_tensor(n)}
+    found: dict[str, set[Place]] = {}
+    for axis in axes_of(node):
+        for outer in {outer for place in read if (outer := _outer(axis, place, sizes)) is not None}:
+            for tensor in axis.dims.keys() - operands.keys():
+                found.setdefault(tensor, set()).add(Place(tensor, axis.dims[tensor], axis.outer.get(tensor, outer)))
+    whole = {tensor: place for tensor, (place, *more) in found.items() if not more}
+    places.update({t: p for t, p in whole.items() if sizes[t][p.dim] // p.outer % batch == 0})
 
 
 def _outer(axis: OpAxis, place: Place, sizes: Mapping[str, tuple[int, ...]]) -> int | None:
