@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from torch import fx
 
@@ -58,10 +59,13 @@ _LEAST_LETTERS = 4
 
 def op_name(node: fx.Node) -> str:
     """Bare name of the op: `aten.add.Tensor` is "add"."""
-    schema = schema_of(node.target)
-    if schema is None:
-        return getattr(node.target, "__name__", str(node.target))
-    return str(schema.name).split("::")[-1].strip("_")
+    return _name(node.target)
+
+
+@cache  # asked some ten times of every node
+def _name(target: Any) -> str:
+    schema = schema_of(target)
+    return getattr(target, "__name__", str(target)) if schema is None else str(schema.name).split("::")[-1].strip("_")
 
 
 def is_loss_op(node: fx.Node) -> bool:

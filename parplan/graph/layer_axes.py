@@ -63,7 +63,7 @@ def joint_axes(nodes: Sequence[fx.Node], wanted: Mapping[str, Sequence[Wanted]] 
         demands = [(one, [part for place in own for part in parts.get(place, [place])]) for one, own in demands]
     union = UnionFind()  # of the places that belong to one axis
     groups = [own for op_axes in axes.values() for axis in op_axes for own in (axis.places(), axis.shared_places())]
-    for places in (*groups, *(own for one, own in demands if not one.limits)):
+    for places in (*filter(None, groups), *(own for one, own in demands if not one.limits)):
         union.union(*places)
     for place in (place for one, own in demands if one.limits for place in own):
         union[place]
@@ -223,13 +223,13 @@ def _with_merged(
     axes: dict[str, list[OpAxis]], sizes: Mapping[str, tuple[int, ...]], demanded: Sequence[Place] = ()
 ) -> dict[str, list[OpAxis]]:
     """Pass axes that are behind others, or a section, on through ops that take the dimension as it is."""
+    places = (place for op_axes in axes.values() for axis in op_axes for place in axis.places())
+    waiting = [place for place in (*demanded, *places) if not place.plain]
     plain: dict[Place, list[tuple[str, OpAxis]]] = defaultdict(list)
-    for node, op_axes in axes.items():
+    for node, op_axes in axes.items() if waiting else ():
         for axis in op_axes:
             for place in axis.places() if axis.plain else ():
                 plain[place].append((node, axis))
-    places = (place for op_axes in axes.values() for axis in op_axes for place in axis.places())
-    waiting = [place for place in (*demanded, *places) if not place.plain]
     passed: set[tuple[str, Place]] = set()
     while waiting:
         place = waiting.pop()

@@ -101,8 +101,8 @@ def completed(axes: Sequence[JointAxis], sizes: Mapping[str, tuple[int, ...]]) -
                 owners[tensor, axis.dims[tensor]].append(number)
     for numbers in owners.values():
         union.union(*numbers)
-    found: list[JointAxis] = []
-    for members in union.to_sets():
+    found: list[JointAxis] = [] if owners else list(axes)
+    for members in union.to_sets() if owners else ():
         parts = [axes[number] for number in sorted(members)]
         whole = cut_together(parts)
         once = set().union(*(part.partial | part.first_only for part in parts))
