@@ -356,7 +356,9 @@ class _Run:
                 (*self.earlier, fastest),
                 (1 + tolerance) * fastest.step_s,
                 lambda formulation: masked(formulation, self.pinned),
-                lambda problem, hint: self.case.deadline.watched(solve(problem, limit_s, hint=hint)),
+                lambda problem, hint, better: self.case.deadline.watched(
+                    solve(problem, limit_s, hint=hint, better=better)
+                ),
                 self.candidate,
             )
         self.covered = [one for one in self.covered if not self.left_out or one not in (BRANCHES, SOME_BRANCHES)]

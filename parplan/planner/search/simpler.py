@@ -15,6 +15,9 @@ from parplan.planner.solver.problem import Problem, Solution, objective
 
 __all__ = ["Candidate", "differences", "plan_by_hand", "simplest"]
 
+LEAST_GAIN = 1e-4
+"""Part of a step by which a simpler plan has to be better at the prices of its changes to be looked for."""
+
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
@@ -67,7 +70,7 @@ def simplest(
     candidates: Sequence[Candidate],
     most_s: float,
     problem_of: Callable[[Formulation], Problem],
-    solve: Callable[[Problem, Sequence[int]], Solution],
+    solve: Callable[[Problem, Sequence[int], float], Solution],
     candidate_of: Callable[[Formulation, Sequence[int], float], Candidate | None],
 ) -> Candidate:
     """The candidate of at most `most_s` seconds with the fewest changes of layout; of equal ones the fastest.
@@ -77,7 +80,7 @@ def simplest(
 
     Args:
         problem_of: the problem of a formulation under the pins that are asked for.
-        solve: a solution, from a choice to start with.
+        solve: a solution, from a choice to start with; what is better by less than a part of it is not looked for.
         candidate_of: a choice with its T as a candidate; None where it does not fit.
     """
     found = []
@@ -88,7 +91,9 @@ def simplest(
             most_objective_s = best.objective_s + most_s - best.step_s
             price = (most_s - best.step_s) / best.changes
             priced = (replace(edge, cost_s=price * edge.cost_s) for edge in best.formulation.layout_changes)
-            choice = solve(replace(problem, edges=(*problem.edges, *priced)), best.choice).choice
+            # One change less is looked for, not a proof: half its price decides.
+            half = max(0.5 * price / best.objective_s, LEAST_GAIN)
+            choice = solve(replace(problem, edges=(*problem.edges, *priced)), best.choice, half).choice
             own_s = objective(problem, choice) if choice is not None else np.inf
             good = choice is not None and own_s <= most_objective_s
             other = candidate_of(best.formulation, choice, own_s) if choice is not None and good else None

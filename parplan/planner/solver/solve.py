@@ -39,7 +39,7 @@ GAP = 1e-6
 """Relative gap below which a solution is called OPTIMAL."""
 
 CUT = 1e-9
-"""A choice has to be better than the best one by this (relative) to be looked for."""
+"""A choice has to be better than the best one by this (relative) to be looked for, where nothing else is asked for."""
 
 ROUNDS, PRICE_ROUNDS, STEPS = 3, 8, 60
 WORKERS = 4
@@ -76,6 +76,7 @@ def solve(
     cutoff: float = np.inf,
     on_progress: Progress | None = None,
     refute: bool = False,
+    better: float = CUT,
 ) -> Solution:
     """The best choice with its proof.
 
@@ -89,12 +90,13 @@ def solve(
         on_progress: called with (objective, bound) in seconds whenever one improves, sometimes from another thread.
         refute: only find out whether a choice stays below the cutoff: one that clearly does ends the search, with the
             bound so far, and so does a fixed effort.
+        better: a choice has to be better than the best one by this (relative) to be looked for.
     """
     run = _Run(problem, time_limit_s, workers or WORKERS, cutoff, on_progress)
-    run.refute = refute
+    run.refute, run.better = refute, better
     if hint is not None:
         run.offer(hint)
-    reduced = presolve(problem, run.deadline, brief=run.below)
+    reduced = presolve(problem, run.deadline, brief=math.isfinite(run.objective))
     return run.solution(feasible=reduced is not None and run.finish(reduced))
 
 
@@ -110,6 +112,7 @@ class _Run:
         self.whole = resolution(problem, 1.0).error == 0
         self.choice: list[int] | None = None
         self.refute = self.limited = False
+        self.better = CUT
         self.worth = cutoff
         self.possible: tuple[frozenset[int], ...] | None = None
         self.mean: list[tuple[float, Sequence[int]]] = []
@@ -144,7 +147,7 @@ class _Run:
 
     def cutoff(self) -> float:
         """Seconds that a better choice has to stay below."""
-        return self.objective - 0.5 if self.whole else self.objective - CUT * abs(self.objective)
+        return self.objective - 0.5 if self.whole else self.objective - self.better * abs(self.objective)
 
     def left(self) -> float:
         """Seconds until the deadline."""
@@ -162,7 +165,7 @@ class _Run:
             if self.choice is None:
                 self.offer(reduced.lift(first_choice(reduced.problem)))
             return True
-        rest = self.tighten(reduced, brief=self.below)
+        rest = self.tighten(reduced, brief=math.isfinite(self.objective))
         if rest is not None and self.choice is None and not self.below:
             until = time.monotonic() + SHARE * self.left()
             if overfull(rest.problem, until, partial(self.improve, rest)):  # prices on the limits alone prove it

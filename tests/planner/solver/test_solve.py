@@ -39,6 +39,26 @@ def test_agrees_with_brute_force(seed: int) -> None:
     assert set(statuses) >= {Status.OPTIMAL, Status.INFEASIBLE}
 
 
+@pytest.mark.parametrize("better", [1e-9, 0.02, 0.2])
+def test_from_a_choice_on_what_is_much_better_is_found(better: float) -> None:
+    """From the best choice and from a bad one: how much better none is, the bound says."""
+    for draw in range(40):
+        rng = np.random.default_rng([11, draw])
+        problem = random_problem(rng)
+        truth = brute_force(problem)
+        if truth.choice is None or truth.objective <= 0:
+            continue
+        choices = [truth.choice, *(tuple(int(rng.integers(size)) for size in problem.sizes) for _ in range(20))]
+        feasible = [one for one in choices if evaluate(problem, one).feasible]
+        for hint in (feasible[0], max(feasible, key=lambda one: objective(problem, one))):
+            found = solve(problem, 20, workers=1, hint=hint, better=better)
+            assert found.choice is not None
+            assert evaluate(problem, found.choice).feasible
+            assert found.objective * (1 - better) <= truth.objective * (1 + GAP)
+            assert found.bound <= truth.objective * (1 + 1e-9) + 1e-12
+            assert found.bound >= found.objective * (1 - better) * (1 - GAP)
+
+
 @pytest.mark.parametrize("bandwidth", [10e9, 0.5e9])
 @pytest.mark.parametrize("limit", [0.7, 0.15])
 def test_proves_a_chain(limit: float, bandwidth: float) -> None:
