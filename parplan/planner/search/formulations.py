@@ -1,26 +1,45 @@
-"""The problems of a case: every shape of plan formulated once, with all strategies that some question allows."""
+"""The problems of a case, every shape of plan formulated once with all strategies that some question allows; bounds."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 from parplan.pins import Pin
 from parplan.plan import Strategy
 from parplan.planner.search.context import Case, far_s, followed, plain
+from parplan.planner.search_space.any_block import Within
 from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate
 from parplan.planner.search_space.pin_constraints import Pinned
-from parplan.planner.search_space.pin_search import Questions, candidates
+from parplan.planner.search_space.pin_search import Questions, candidates, masked
 from parplan.planner.search_space.shape import Shape
+from parplan.planner.solver.problem import Status
+from parplan.planner.solver.solve import solve
 
-__all__ = ["Formulations", "OutOfTime"]
+__all__ = ["Bound", "Formulations", "OutOfTime"]
 
 FREE = Pinned((), {}, {})
 
 
 class OutOfTime(Exception):
     """The time limit ended the formulation of a shape."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound of all plans that one shape stands for.
+
+    Args:
+        asked_s: seconds that a plan had to stay below when it was sought.
+        least_s: none takes less.
+        within: keys of strategies that a plan below `asked_s` may have; all if None.
+    """
+
+    asked_s: float = inf
+    least_s: float = 0.0
+    within: Within = None
 
 
 class Formulations:
@@ -80,6 +99,29 @@ class Formulations:
             if len(self._formulations) == 1:  # layers may have been measured
                 self.case.deadline.extend(time.perf_counter() - begin)
         return self._formulations[key]
+
+    def bound(self, shape: Shape, cutoff_s: float, pinned: Pinned, part: float) -> Bound | None:
+        """The bound of plans that a shape stands for, sought only as far as it takes to say that none is faster.
+
+        None where the time limit is over first.
+
+        Args:
+            cutoff_s: seconds that a plan has to stay below.
+            part: of the time left.
+        """
+        deadline = self.case.deadline
+        if deadline.over():
+            return None
+        try:
+            formulation = self.formulation(shape, cutoff_s if shape.average else 0.0, pinned, in_time=True)
+        except OutOfTime:
+            return None
+        if formulation is None:
+            return Bound(cutoff_s, inf)
+        problem = masked(formulation, pinned)
+        found = deadline.watched(solve(problem, deadline.part_s(part), cutoff=cutoff_s, refute=True))
+        within = None if found.possible is None else formulation.keys(found.possible)
+        return Bound(cutoff_s, cutoff_s if found.status is Status.INFEASIBLE else found.bound, within)
 
     def _formulated(self, shape: Shape, beyond_s: float, pinned: Pinned, in_time: bool) -> Formulation | None:
         case = self.case

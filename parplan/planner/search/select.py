@@ -26,10 +26,9 @@ from parplan.planner.search.branches import Branch, averaged, foldable, sections
 from parplan.planner.search.context import EXACT, SIMULATED, fits, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placed
 from parplan.planner.search.fitting import fitting
-from parplan.planner.search.formulations import Formulations, OutOfTime
+from parplan.planner.search.formulations import Bound, Formulations, OutOfTime
 from parplan.planner.search.schemes import no_updates, schemes_of, shapes, updates_lost
 from parplan.planner.search.simpler import Candidate, differences, simplest
-from parplan.planner.search_space.any_block import Within
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
@@ -118,7 +117,8 @@ class _Run:
         self.unfit: tuple[float, Candidate] | None = None  # bytes it lacks
         self.first: tuple[Formulation, Solution] | None = None
         self.undecided: tuple[Formulation, Solution] | None = None
-        self.within: Within = None
+        self.bounds: dict[Shape, Bound] = {}
+        self.nothing_fits = False
         self.left_out = False  # phases of branches that are neither tried nor bounded
 
     @property
@@ -126,32 +126,42 @@ class _Run:
         """Seconds that another plan has to stay below."""
         return self.best.step_s * (1 - BETTER) if self.best is not None else self.limit_s
 
-    def attempt(self, shape: Shape, beyond_s: float = 0.0, least_s: float = 0.0, within: Within = None) -> float:
-        """Solve or refute a shape; gives the bound of its plans, inf where there are none.
+    def bounded(self, shape: Shape) -> Bound:
+        """The bound of plans that a shape stands for; sought again where a faster plan was found since."""
+        known = self.bounds.get(shape, Bound())
+        if not self.refuted(known) and self.cutoff < known.asked_s:
+            known = self.search.bound(shape, self.cutoff, self.pinned, SHARE * self.part) or known
+        self.bounds[shape] = known
+        return known
+
+    def refuted(self, bound: Bound) -> bool:
+        """Whether no plan under a bound is faster than the best one."""
+        return bound.least_s >= self.cutoff
+
+    def attempt(self, shape: Shape, bound: Bound | None = None) -> None:
+        """Solve or refute a shape.
 
         Args:
-            beyond_s: seconds that no step worth considering takes, where devices are followed.
-            least_s: a bound of its plans that is known.
-            within: keys of strategies that are worth considering, by the same bound; all if None.
+            bound: of its plans, which are on any blocks: what takes longer than the best one, and strategies that no
+                faster plan has, are left out.
         """
-        if shape.average:
-            self.within = None
+        least_s, within = (0.0, None) if bound is None else (bound.least_s, bound.within)
+        beyond_s = self.cutoff if bound is not None and self.best is not None else 0.0
         try:
             formulation = self.search.formulation(shape, beyond_s, self.pinned, in_time=self.cutoff < inf)
         except OutOfTime:
-            self.bound = self.bound if shape.average else min(self.bound, least_s)
-            return least_s
+            self.bound = min(self.bound, least_s)
+            return
         if formulation is None:
-            return inf
-        problem = masked(formulation, self.pinned, within)
-        solution = self.solved(formulation, problem)
-        if shape.average:
-            self.within = None if solution.possible is None else formulation.keys(solution.possible)
+            return
+        solution = self.solved(formulation, masked(formulation, self.pinned, within))
         self.first = self.first or (formulation, solution)
+        known_none = solution.status is Status.INFEASIBLE and self.cutoff == inf
+        self.nothing_fits |= known_none and shape.scheme is Scheme.GATHER
         if solution.status is Status.UNKNOWN and self.cutoff == inf:
             self.undecided = formulation, solution
             self.best = self.by_hand(formulation) if shape.passes == 1 and not shape.anywhere else None
-        if solution.choice is not None and solution.objective < self.cutoff and not shape.average:
+        if solution.choice is not None and solution.objective < self.cutoff:
             found = self.candidate(formulation, solution.choice, solution.objective)
             if found is not None:
                 known = [one for one in (self.best, found) if one is not None]
@@ -159,13 +169,10 @@ class _Run:
                 self.earlier += [one for one in known if one is not self.best]
             elif self.unfit is None:  # by costs that know no transfers
                 self.lacks(inf, formulation, solution.choice)
-        bound = max(solution.bound, least_s)
         if solution.status is Status.INFEASIBLE and self.cutoff < inf:  # refuted
-            bound = self.best.step_s if self.best is not None else self.cutoff
-        if not shape.average:
-            self.bound = min(self.bound, bound)
-            self.covered.append(shape.describe())
-        return bound
+            least_s = self.best.step_s if self.best is not None else self.cutoff
+        self.bound = min(self.bound, max(solution.bound, least_s))
+        self.covered.append(shape.describe())
 
     def attempts(self, shapes: Iterable[Shape]) -> Candidate | None:
         """Solve or refute shapes; gives the best plan so far. After the time limit those with passes are left out.
@@ -173,30 +180,19 @@ class _Run:
         On more than two devices one bound is for all with passes, of which there are several: it refutes them, or is of
         those that the limit leaves out.
         """
-        refuted, asked_s, passes_s, every = False, inf, 0.0, None
         for shape in shapes:
-            many = shape.passes > 1 and self.case.cluster.count > 2
-            if shape.passes > 1 and not refuted and self.cutoff < inf and self.case.deadline.over():
-                self.bound = min(self.bound, passes_s)
-                continue
-            if many and not refuted and self.cutoff < asked_s:
-                asked_s = self.cutoff
-                asked = Shape(lanes=self.search.lanes, any_passes=True)
-                try:
-                    every = every or self.search.formulation(asked, 0.0, self.pinned, in_time=self.cutoff < inf)
-                except OutOfTime:
-                    self.bound = min(self.bound, passes_s)
+            if shape.passes > 1:
+                several = self.case.cluster.count > 2
+                bound = self.bounded(Shape(lanes=self.search.lanes, any_passes=True)) if several else Bound()
+                if self.refuted(bound):
+                    self.covered.append(PASSES)
                     continue
-                refuted, limit_s = every is None, self.case.deadline.part_s(SHARE * self.part)
-                if every is not None:
-                    found = solve(masked(every, self.pinned), limit_s, cutoff=self.cutoff, refute=True)
-                    refuted = self.case.deadline.watched(found).status is Status.INFEASIBLE
-                    passes_s = found.bound
-                self.covered += [PASSES] * refuted
-            known = self.first  # passes hold as much memory: where nothing fits in one pass, none of theirs does
-            full = known is not None and known[0].shape.scheme is Scheme.GATHER and known[1].status is Status.INFEASIBLE
-            if shape.passes == 1 or not (refuted or (full and self.limit_s == inf)):
-                self.attempt(shape)
+                if self.cutoff < inf and self.case.deadline.over():
+                    self.bound = min(self.bound, bound.least_s)
+                    continue
+                if self.nothing_fits and self.limit_s == inf:  # passes hold as much memory as one pass
+                    continue
+            self.attempt(shape)
         return self.best
 
     def plan_of(self, formulation: Formulation, choice: Sequence[int]) -> Plan:
@@ -223,16 +219,16 @@ class _Run:
 
     def solved(self, formulation: Formulation, problem: Problem) -> Solution:
         """A solution of a shape's problem, one that fits with its transfers where it is to become a plan."""
-        case, bound_only = self.case, formulation.shape.average
+        case = self.case
         tell = case.progress.solver if case.progress is not None else None
 
         def once(problem: Problem, first: bool) -> Solution:
             part = MAIN if first and self.best is None else SHARE if first else AGAIN
             limit_s = case.deadline.part_s(part * self.part)
-            found = solve(problem, limit_s, cutoff=self.cutoff, on_progress=tell, refute=bound_only)
+            found = solve(problem, limit_s, cutoff=self.cutoff, on_progress=tell)
             return case.deadline.watched(found)
 
-        if case.request.plan is not None or bound_only:
+        if case.request.plan is not None:
             return once(problem, True)
         found, closest = fitting(case, formulation, problem, once)
         if closest is not None and (self.unfit is None or closest.lacking_bytes < self.unfit[0]):
@@ -265,27 +261,28 @@ class _Run:
         if case.cluster.count > SIMULATED:  # placements of branches are too many to formulate
             return
         every, phases = tuple(range(case.cluster.count)), self.phases()
+        anywhere = Shape(lanes=every, anywhere=True, uneven=self.uneven)
+        both, alone = (replace(averaged(some), uneven=self.uneven) for some in (phases, ()))
         if len(every) > ANYWHERE:
             if self.best is None and self.search.lacking_bytes(alike=True) <= 0:
-                self.attempt(Shape(lanes=every, anywhere=True, uneven=self.uneven))
-            elif self.best is not None and phases and self.folded_bound(phases, anywhere=False) < self.cutoff:
-                self.branches(phases, 0.0)
+                self.attempt(anywhere)
+            elif self.best is not None and phases:
+                # On sizes of blocks that the first devices have, a guess on many devices.
+                bound = self.bounded(replace(both, anywhere=False))
+                if not self.refuted(bound):
+                    self.branches(phases, Bound())
             return
-        least_s = alone_s = 0.0
-        within: Within = None
-        if self.best is not None and not case.cluster.mixed:
-            least_s = alone_s = self.folded_bound(phases)
-            if least_s >= self.cutoff:
-                self.covered += [ANY_BLOCK, BRANCHES]
-                return
-            within = self.within
-            alone_s = self.folded_bound(()) if phases else least_s
-        if self.best is not None and alone_s >= self.cutoff:
+        known = self.best is not None and not case.cluster.mixed
+        bound = self.bounded(both) if known else Bound()
+        if self.refuted(bound):
+            self.covered += [ANY_BLOCK, BRANCHES]
+            return
+        own = self.bounded(alone) if known else Bound()
+        if self.refuted(own):
             self.covered.append(ANY_BLOCK)
         else:
-            shape = Shape(lanes=every, anywhere=True, uneven=self.uneven)
-            self.attempt(shape, self.cutoff if self.best is not None else 0.0, alone_s, self.within)
-        self.branches(phases, least_s, within)
+            self.attempt(anywhere, own)
+        self.branches(phases, bound)
 
     def phases(self) -> list[tuple[Branch, ...]]:
         """Phases of branches that could run at the same time, where layers are free to be moved."""
@@ -297,17 +294,12 @@ class _Run:
         self.left_out = fit != found
         return fit
 
-    def folded_bound(self, phases: Sequence[tuple[Branch, ...]], anywhere: bool = True) -> float:
-        """Seconds that no plan on any blocks, with branches of `phases` at the same time, takes less than.
+    def branches(self, phases: Sequence[tuple[Branch, ...]], bound: Bound) -> None:
+        """Branches at the same time on disjoint blocks of the devices, or one after another, phase by phase.
 
         Args:
-            anywhere: on any blocks; otherwise on sizes of blocks that the first devices have, a guess on many devices.
+            bound: of these plans.
         """
-        shape = replace(averaged(phases), anywhere=anywhere, uneven=self.uneven)
-        return self.attempt(shape, self.cutoff)
-
-    def branches(self, phases: Sequence[tuple[Branch, ...]], least_s: float, within: Within = None) -> None:
-        """Branches at the same time on disjoint blocks of the devices, or one after another, phase by phase."""
         if not phases or self.best is None:
             self.covered.append(BRANCHES)
             return
@@ -330,7 +322,7 @@ class _Run:
             lanes = range(cluster.count) if anywhere else sorted({*self.search.lanes, *first})
             self.tried += sum(map(len, homes))
             shape = Shape(lanes=tuple(lanes), homes=tuple(homes), uneven=self.uneven, anywhere=anywhere)
-            self.attempt(shape, self.cutoff, least_s, within)
+            self.attempt(shape, bound)
         if inner != outer or max(map(len, phases)) > FEW_BRANCHES:
             self.covered = [one for one in self.covered if one not in (BRANCHES, SOME_BRANCHES)]
 
@@ -388,7 +380,7 @@ class _Run:
         gap = max(0.0, (best.step_s - bound_s) / best.step_s) if best.step_s > 0 else 0.0
         return Proof(
             (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value, best.step_s, bound_s, gap,
-            time.perf_counter() - self.begin, given, tuple(self.covered),
+            time.perf_counter() - self.begin, given, tuple(dict.fromkeys(self.covered)),
             self.case.uneven and not given and not self.uneven, simpler,
             fold.describe(self.case.graph) if fold is not None else "",
         )  # fmt: skip
