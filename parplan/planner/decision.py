@@ -14,7 +14,6 @@ from parplan.plan import LISTED_DEVICES, Plan, Scheme, Strategy
 __all__ = [
     "ANY_BLOCK",
     "BRANCHES",
-    "PASSES",
     "SOME_BRANCHES",
     "Alternative",
     "Arrival",
@@ -38,7 +37,6 @@ __all__ = [
 ]  # fmt: skip
 
 ANY_BLOCK, BRANCHES = "layers on any block of devices", "branches at the same time"
-PASSES = "passes"
 SOME_BRANCHES = "branches at the same time on blocks that make up the first devices"
 """Words for shapes of plans that a proof covers (search_space/shape.py)."""
 

@@ -91,7 +91,7 @@ def test_nothing_is_formulated_after_the_limit(devices: int, monkeypatch: pytest
     graph, cluster = perceptron(), cluster_preset("k20", devices)
     decision = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(time_limit_s=0.0))
     assert {shape.passes for shape in shapes} == {1}
-    assert not any(shape.homes or shape.anywhere or shape.any_passes for shape in shapes)
+    assert not any(shape.homes or shape.anywhere for shape in shapes)
     assert decision.proof.status == "FEASIBLE"
     assert set(decision.proof.covered) == {"gather"}
     assert any("time limit of 0 s ended a search" in note for note in decision.notes)
@@ -102,7 +102,7 @@ def test_a_limit_ends_the_formulation_of_a_shape(devices: int, monkeypatch: pyte
     clock, done = Clock(), list[Shape]()
 
     def late(*args: Any, shape: Shape, **options: Any) -> Formulation:
-        clock.now_s += 2 * LIMIT_S * (shape.passes > 1 or shape.any_passes)
+        clock.now_s += 2 * LIMIT_S * (shape.passes > 1)
         found = formulate(*args, shape=shape, **options)
         done.append(shape)
         return found

@@ -93,7 +93,7 @@ class Formulations:
             begin = time.perf_counter()
             found = self._formulated(shape, beyond_s, pinned, in_time)
             self.costs_s += time.perf_counter() - begin
-            if shape.in_roles and not self.case.request.pins:
+            if shape.passes > 1 and not self.case.request.pins:
                 return found  # asked for once; many devices have many such shapes, too large to keep
             self._formulations[key] = found
             if len(self._formulations) == 1:  # layers may have been measured
@@ -113,7 +113,7 @@ class Formulations:
         if deadline.over():
             return None
         try:
-            formulation = self.formulation(shape, cutoff_s if shape.average else 0.0, pinned, in_time=True)
+            formulation = self.formulation(shape, cutoff_s, pinned, in_time=True)
         except OutOfTime:
             return None
         if formulation is None:

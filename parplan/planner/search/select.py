@@ -20,7 +20,7 @@ from math import inf
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import stages
 from parplan.plan import Plan, Scheme
-from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Proof, Simpler
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES, Proof, Simpler
 from parplan.planner.search.baselines import baselines
 from parplan.planner.search.branches import Branch, averaged, foldable, sections
 from parplan.planner.search.context import EXACT, SIMULATED, fits, plain, shape_of
@@ -175,23 +175,13 @@ class _Run:
         self.covered.append(shape.describe())
 
     def attempts(self, shapes: Iterable[Shape]) -> Candidate | None:
-        """Solve or refute shapes; gives the best plan so far. After the time limit those with passes are left out.
-
-        On more than two devices one bound is for all with passes, of which there are several: it refutes them, or is of
-        those that the limit leaves out.
-        """
+        """Solve or refute shapes; gives the best plan so far. After the time limit those with passes are left out."""
         for shape in shapes:
-            if shape.passes > 1:
-                several = self.case.cluster.count > 2
-                bound = self.bounded(Shape(lanes=self.search.lanes, any_passes=True)) if several else Bound()
-                if self.refuted(bound):
-                    self.covered.append(PASSES)
-                    continue
-                if self.cutoff < inf and self.case.deadline.over():
-                    self.bound = min(self.bound, bound.least_s)
-                    continue
-                if self.nothing_fits and self.limit_s == inf:  # passes hold as much memory as one pass
-                    continue
+            if shape.passes > 1 and self.cutoff < inf and self.case.deadline.over():
+                self.bound = 0.0
+                continue
+            if shape.passes > 1 and self.nothing_fits and self.limit_s == inf:
+                continue  # passes hold as much memory as one pass
             self.attempt(shape)
         return self.best
 

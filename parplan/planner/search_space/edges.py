@@ -30,7 +30,7 @@ from parplan.cost_models.costs import CostModel, TransferMatrix
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import Fold
 from parplan.layout import Layout
-from parplan.lowering.stages import Stage, keeps_apart
+from parplan.lowering.stages import Stage
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme
 from parplan.planner.search_space.options import Option
@@ -176,10 +176,8 @@ def edge_parts(
             roles = [option.role for option in target]
         ends = given, reader if reuse is None else reuse.node
         edge = _edge(graph, costs, ends, value, layouts, roles, maker, source, shape)
-        if layer is not None and target is not None and (shape.any_passes or strict):
-            barred = _barred(graph, maker, layer.name, source, target) if shape.any_passes else False
-            r4 = _indivisible(source, target) if strict else False
-            edge = replace(edge, allowed=np.where(barred | r4, np.inf, edge.allowed))
+        if layer is not None and target is not None and strict:
+            edge = replace(edge, allowed=np.where(_indivisible(source, target), np.inf, edge.allowed))
         at = counted_at if counted_at is not None else None if reuse is None else reader
         edge = replace(edge.scaled(times if reuse is None else times * reuse.moved), reader=at)
         known = found.get((edge.source, edge.target, at))
@@ -199,7 +197,7 @@ def edge_parts(
             last = graph.layers[fold.last[target]]
             if value in last.inputs:  # all copies read the same value
                 add(value, maker, a, b, 1)
-            elif shape.in_roles and maker in fold.first_block:
+            elif shape.passes > 1 and maker in fold.first_block:
                 # What begins the passes may be in the first block. The blocks behind the second take from one like
                 # themselves: as the last one does, but in the backward of their own.
                 add(value, maker, a, b, 1)
@@ -256,27 +254,6 @@ def _edge(
     crossing = seconds(~given_in & wanted_in & ~single, part), seconds(given_in & ~wanted_in, part)
     several = [one if one[0].any() or one[1].any() else None for one in (within, *crossing)]
     return EdgeParts(*ends, allowed, seconds(single, moved), several[0], several[1], several[2])
-
-
-def _barred(
-    graph: LayerGraph, source: str, target: str, given: Sequence[Option], wanted: Sequence[Option]
-) -> NDArray[np.bool_]:
-    """Pairs of options of which lowering/stages.py makes no passes of any replica counts.
-
-    Layers before the passes have one replica count, the most of all. A layer runs in passes because it has fewer, or is
-    fed from there; behind them because it is fed from behind them, or needs all samples and is fed from the passes.
-    """
-    given_role, wanted_role = (np.array([one.role.name for one in own]) for own in (given, wanted))
-    before, inside = (given_role == "BEFORE")[:, None], (given_role == "PASSES")[:, None]
-    replicas, fewer = (np.array([one.strategy.replicas for one in own]) for own in (given, wanted))
-    because = np.array([one.because == source for one in wanted])
-    apart = keeps_apart(graph.layers[target])
-    barred: NDArray[np.bool_] = ((wanted_role == "PASSES") & because) & before & ~(replicas[:, None] > fewer)
-    barred |= ((wanted_role == "AFTER") & because) & (before | (inside & apart))
-    if apart and keeps_apart(graph.layers[source]):
-        barred |= before & (wanted_role == "BEFORE") & (replicas[:, None] != fewer)
-        barred |= before & (wanted_role == "PASSES") & (replicas[:, None] < fewer)
-    return barred
 
 
 def pass_matrix(
@@ -399,10 +376,10 @@ def _reads(
     fold: Fold | None,
 ) -> Iterator[Read]:
     """Every read of a value that may have to be moved, the delivery's last."""
-    place, by_replicas = {name: v for v, name in enumerate(names)}, shape.in_roles or strict
+    place = {name: v for v, name in enumerate(names)}
     for v, (name, own) in enumerate(zip(names, chosen, strict=True)):
         layer, first = graph.layers[name], fold.first.get(name, name) if fold is not None else name
-        groups = [(o.role, o.because, o.placement, o.strategy.replicas if by_replicas else 0) for o in own]
+        groups = [(o.role, o.placement, o.strategy.replicas if strict else 0) for o in own]
         for value in dict.fromkeys(layer.inputs):
             if value in graph.producer or value in graph.user_inputs:
                 wants = [(layer.layout(value, one.strategy), one.role is Stage.PASSES) for one in own]

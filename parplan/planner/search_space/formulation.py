@@ -342,7 +342,7 @@ def _reuse_ties(
     """Edges by which transfers that layers alike reuse are one decision: each follows from layers that are tied."""
     group = {place[name]: number for number, alike in enumerate(fold.alike) for name in alike}
     ties = []
-    for one, other in (pair for alike in fold.alike for pair in pairwise(alike[1:] if shape.in_roles else alike)):
+    for one, other in (pair for alike in fold.alike for pair in pairwise(alike[1:] if shape.passes > 1 else alike)):
         for values in dict.fromkeys(zip(graph.layers[one].inputs, graph.layers[other].inputs, strict=True)):
             own, again = (reused.get((place[name], value)) for name, value in zip((one, other), values, strict=True))
             if own is not None and again is not None and own.follows_like(again, group):

@@ -38,8 +38,6 @@ class Shape:
         average: follow no device but the mean of all, which bounds from below the step of plans on any blocks, and with
             the branches in `homes` on any blocks at the same time.
         inside: layers of branches inside those of `homes`, counted by their share of the devices only.
-        any_passes: bound from below the steps of plans in passes of any replica counts: layers have roles and run once,
-            and what crosses the boundary of the passes is free.
         uneven: replicas may have parts of the batch that differ by one sample.
         anywhere: layers may lie on any aligned block of devices.
         lanes: devices whose gradient sums and updates are followed one by one. One is enough where every layer lies on
@@ -54,7 +52,6 @@ class Shape:
     placed: bool = False
     average: bool = False
     inside: frozenset[str] = frozenset()
-    any_passes: bool = False
     anywhere: bool = False
     uneven: bool = False
 
@@ -67,11 +64,6 @@ class Shape:
     def passes(self) -> int:
         """Trips through the layers in passes."""
         return 1 if self.scheme is Scheme.GATHER else self.max_replicas // self.min_replicas
-
-    @property
-    def in_roles(self) -> bool:
-        """Whether layers run before, in or behind passes."""
-        return self.any_passes or self.passes > 1
 
     def describe(self) -> str:
         """Words for a report: `interleave, 8 to 1 replicas`."""
@@ -88,20 +80,16 @@ ONE_PASS = Shape()
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy of a layer in a role, and the placement of its phase that it belongs to; None: one after another.
-
-    Where passes of any replica counts are bounded, `because` is the feeding layer that gives it the role.
-    """
+    """A strategy of a layer in a role, and the placement of its phase that it belongs to; None: one after another."""
 
     strategy: Strategy
     role: Stage = Stage.BEFORE
     placement: int | None = None
-    because: str | None = None
 
 
 def choices(graph: LayerGraph, layer: Layer, strategies_: Sequence[Strategy], shape: Shape) -> tuple[Choice, ...]:
     """The strategies of a layer in every role that it can have in a plan of this shape (lowering/stages.py)."""
-    if not shape.in_roles:
+    if shape.passes == 1:
         if shape.scheme is not Scheme.GATHER and keeps_apart(layer):  # without passes: one replica count for all layers
             strategies_ = [strategy for strategy in strategies_ if strategy.replicas == shape.max_replicas]
         homes = () if shape.average else shape.homes
@@ -112,21 +100,14 @@ def choices(graph: LayerGraph, layer: Layer, strategies_: Sequence[Strategy], sh
             own = strategies(layer, graph.batch or 1, [block])
             serial += [Choice(strategy, placement=number) for strategy in own]
         return tuple(serial)
-    apart = keeps_apart(layer)
-    feeders = [graph.producer[value] for value in layer.inputs if value in graph.producer] if shape.any_passes else []
-    wide = [name for name in feeders if keeps_apart(graph.layers[name])]
-    # A layer is in passes for one of those that feed it samples, behind them for one of all; edges bar the others.
-    reasons: Mapping[Stage, Sequence[str | None]] = {Stage.PASSES: wide or [None], Stage.AFTER: feeders or [None]}
-    found = []
+    apart, found = keeps_apart(layer), list[Choice]()
     for strategy in strategies_:
-        if apart and not shape.any_passes and not shape.min_replicas <= strategy.replicas <= shape.max_replicas:
+        if apart and not shape.min_replicas <= strategy.replicas <= shape.max_replicas:
             continue
-        first = not apart or shape.any_passes or strategy.replicas == shape.max_replicas
-        roles = [Stage.BEFORE] if first else []
+        roles = [Stage.BEFORE] if not apart or strategy.replicas == shape.max_replicas else []
         roles += [Stage.PASSES] if apart and not layer.mixes_batch else []
         roles += [Stage.AFTER] if layer.name in behind_passes(graph) else []
-        for role in roles:
-            found += [Choice(strategy, role, because=why) for why in dict.fromkeys(reasons.get(role, [None]))]
+        found += [Choice(strategy, role) for role in roles]
     return tuple(found)
 
 
