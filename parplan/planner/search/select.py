@@ -91,11 +91,9 @@ class ShapeSearch(Formulations):
         case.phase("solve")
         run = _Run(self, pinned, part)
         schemes = schemes_of(case.request.scheme)
+        run.attempts(shapes(case, self.asked, self.lanes, schemes, pinned))
         if case.uneven and case.request.plan is None:
-            run.attempt(Shape(lanes=self.lanes, uneven=True))
-            run.with_equal_parts(shapes(case, self.asked, self.lanes, schemes, pinned))
-        else:
-            run.attempts(shapes(case, self.asked, self.lanes, schemes, pinned))
+            run.with_uneven_parts(Shape(lanes=self.lanes, uneven=True))
         anywhere = case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1
         if anywhere and not pinned.periods and (run.best is None or not case.deadline.over()):
             run.any_block()
@@ -174,16 +172,15 @@ class _Run:
         self.bound = min(self.bound, max(solution.bound, least_s))
         self.covered.append(shape.describe())
 
-    def attempts(self, shapes: Iterable[Shape]) -> Candidate | None:
-        """Solve or refute shapes; gives the best plan so far. After the time limit those with passes are left out."""
+    def attempts(self, shapes: Iterable[Shape]) -> None:
+        """Solve or refute shapes. After the time limit those with passes are left out."""
         for shape in shapes:
             if shape.passes > 1 and self.cutoff < inf and self.case.deadline.over():
                 self.bound = 0.0
                 continue
-            if shape.passes > 1 and self.nothing_fits and self.limit_s == inf:
+            if shape.passes > 1 and self.nothing_fits:
                 continue  # passes hold as much memory as one pass
             self.attempt(shape)
-        return self.best
 
     def plan_of(self, formulation: Formulation, choice: Sequence[int]) -> Plan:
         """The plan that a choice stands for, with pinned update periods."""
@@ -232,16 +229,17 @@ class _Run:
             step_s = objective(formulation.problem, choice)
             self.unfit = nbytes, Candidate(step_s, step_s, plan, formulation, tuple(choice))
 
-    def with_equal_parts(self, shapes: Iterable[Shape]) -> None:
-        """Equal parts of the batch instead of the best so far, unless that gains more than the tolerance."""
-        uneven, bound, covered = self.best, self.bound, self.covered
-        self.limit_s = uneven.step_s * (1 + self.case.request.tolerance) if uneven is not None else inf
+    def with_uneven_parts(self, shape: Shape) -> None:
+        """Parts of the batch that differ by a sample, where that gains more than the tolerance."""
+        even, bound, covered = self.best, self.bound, self.covered
+        self.limit_s = even.step_s / (1 + self.case.request.tolerance) if even is not None else inf
         self.best, self.bound, self.covered = None, inf, []
-        even = self.attempts(shapes)
-        self.limit_s, self.uneven = inf, uneven is not None and even is None
+        self.attempt(shape)
+        self.limit_s, self.uneven = inf, self.best is not None
         if self.uneven:
-            self.best, self.bound = uneven, min(bound, self.bound)
-            self.covered += covered
+            self.bound, self.covered = min(bound, self.bound), [*covered, *self.covered]
+        else:
+            self.best, self.bound, self.covered = even, bound, covered
 
     # ---- any block of devices, and branches at the same time ----
 
