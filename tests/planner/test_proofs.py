@@ -25,8 +25,8 @@ RANGES = {FIRST: (-0.2, 0.6), ANYWHERE: (-0.15, 1.0), BRANCHES: (-0.25, 0.5), IN
 NARROW, LIMIT = 3, 150
 """Most devices of models of which all plans are compared, and most plans that are simulated."""
 
-GAIN = 0.15
-"""Most of a step that a plan saves against one that is called OPTIMAL."""
+GAIN = 0.001
+"""Most of a step that a plan may save against one that is called OPTIMAL."""
 
 
 @pytest.mark.sampled(4)
@@ -63,10 +63,17 @@ def test_no_simulated_step_is_below_its_bound(kind: str, seed: int, scheme: Sche
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
 def test_hardly_a_plan_beats_one_that_is_called_optimal(kind: str, seed: int) -> None:
-    """None does of layers that follow each other; of others some whose T counts too much (docs/objective.md)."""
+    """None does of layers that follow each other; of others one might whose T counts too much (docs/objective.md)."""
     found = proofs.beaten(drawn(kind, seed, NARROW), LIMIT)
     assert found.below is None
     assert found.chosen.status != proofs.OPTIMAL or found.gain <= (0.0 if kind in CHAINS else GAIN)
+
+
+def test_a_branch_on_all_devices_stands_beside_branches_that_have_one_each() -> None:
+    """Two experts at the same time, the third cut over both devices: 4 % faster than what was called OPTIMAL once."""
+    found = proofs.beaten(drawn("experts", 8, 2))
+    assert found.chosen.kind == BRANCHES
+    assert (found.chosen.status, found.whole, found.faster) == (proofs.OPTIMAL, True, ())
 
 
 def test_figures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

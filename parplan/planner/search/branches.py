@@ -20,7 +20,7 @@ import networkx as nx
 from parplan.graph.layer_graph import LayerGraph
 from parplan.planner.search_space.shape import Placement, Shape
 
-__all__ = ["Branch", "Section", "averaged", "foldable", "homes_of", "sections", "sections_of"]
+__all__ = ["Branch", "Section", "apart", "averaged", "foldable", "homes_of", "sections", "sections_of"]
 
 Branch = tuple[str, ...]
 """Layers in forward order."""
@@ -152,7 +152,7 @@ def _until_they_meet(digraph: nx.DiGraph, layers: Branch) -> tuple[tuple[Branch,
 
 
 def homes_of(graph: LayerGraph, devices: Mapping[str, Collection[int]]) -> tuple[Placement, ...]:
-    """Phases whose branches each have one block of devices for all their layers, equal or disjoint ones: with blocks.
+    """Phases whose branches each have one block of devices for all their layers, blocks that are apart: with blocks.
 
     Args:
         devices: of every layer.
@@ -162,12 +162,24 @@ def homes_of(graph: LayerGraph, devices: Mapping[str, Collection[int]]) -> tuple
         for phase in section.phases:
             blocks = [{tuple(devices[name]) for name in branch} for branch in phase]
             taken = {name for one in found for branch, _ in one for name in branch}
-            own = {next(iter(block)) for block in blocks if len(block) == 1}
-            apart = sum(map(len, own)) == len({device for block in own for device in block})
             free = not any(name in taken for branch in phase for name in branch)
-            if all(len(block) == 1 for block in blocks) and len(own) > 1 and apart and free:
+            if all(len(own) == 1 for own in blocks) and apart([block for own in blocks for block in own]) and free:
                 found.append(tuple((branch, block.pop()) for branch, block in zip(phase, blocks, strict=True)))
     return tuple(found)
+
+
+def apart(blocks: Sequence[Sequence[int]]) -> bool:
+    """Whether branches on these blocks, in program order, run beside each other: on equal or disjoint blocks.
+
+    The first and the last ones may have all devices of the others: they run before and after those.
+
+    >>> apart([(0,), (1,), (0, 1)]), apart([(0,), (0, 1), (1,)]), apart([(0,), (0, 1)])
+    (True, False, False)
+    """
+    count = len({device for block in blocks for device in block})
+    some = [place for place, block in enumerate(blocks) if len(block) < count]
+    between = set(map(tuple, blocks[some[0] : some[-1] + 1])) if some else set()
+    return len(between) > 1 and sum(map(len, between)) == len({device for block in between for device in block})
 
 
 def foldable(phases: Sequence[tuple[Branch, ...]], kept: Mapping[str, str]) -> list[tuple[Branch, ...]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, islice, pairwise, product
+from itertools import chain, combinations, islice, pairwise, product
 from math import isqrt
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
-from parplan.planner.search.branches import Branch
+from parplan.planner.search.branches import Branch, apart
 from parplan.planner.search_space.shape import Placement
 from parplan.planner.search_space.strategies import device_blocks
 
@@ -118,8 +118,9 @@ def placements(
     """Branches of a phase spread over disjoint groups of devices: a group for each branch.
 
     Args:
-        every: all ways to give the branches aligned blocks, equal or disjoint ones; otherwise groups that make up all
-            devices, or the first so many, a number that divides theirs or is a power of two.
+        every: all ways to give the branches aligned blocks, equal or disjoint ones, where a few branches' first and
+            last ones may have all devices of the others; otherwise groups that make up all devices, or the first so
+            many, a number that divides theirs or is a power of two.
     """
     alone = [Strategy(devices=(group.members[0],)) for group in cluster.groups]
 
@@ -134,8 +135,8 @@ def placements(
     if every:
         blocks = list(device_blocks(cluster.count, everywhere=True))
         for own in product(blocks, repeat=len(phase)):
-            apart = all(a == b or not set(a) & set(b) for a, b in combinations(own, 2))
-            if apart and len(set(own)) > 1:
+            disjoint = sum(map(len, set(own))) == len(set(chain(*own)))
+            if apart(own) and (disjoint or len(phase) <= FEW_BRANCHES):  # of more there would be too many
                 yield tuple(zip(phase, own, strict=True))
         return
     # Blocks of all devices, or where they are equal of the first so many, a number that divides or a power of two.

@@ -33,7 +33,8 @@ class Shape:
         scheme: how samples get into the passes; with gather every layer runs once.
         max_replicas, min_replicas: of the layers that keep samples apart, both in use, where layers run in passes.
         homes: where branches may run at the same time: the placements of every phase, each a block of devices per
-            branch, which all of its layers use. Blocks of a placement are equal or disjoint.
+            branch, which all of its layers use. Blocks of a placement are equal or disjoint; the first and last may
+            have all devices of the others.
         placed: every phase has one of its placements; otherwise its branches may also run one after another.
         average: follow no device but the mean of all, which bounds from below the step of plans on any blocks, and with
             the branches in `homes` on any blocks at the same time.
