@@ -36,10 +36,11 @@ MONOSPACE = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monos
 
 @dataclass(frozen=True)
 class Colour:
-    """One role's colour on a light and on a dark background."""
+    """One role's colour on a light and on a dark background, and its word in a legend, if it is a kind of work."""
 
     light: str
     dark: str
+    words: str = ""
 
 
 COLOURS: Mapping[str, Colour] = {
@@ -57,13 +58,13 @@ COLOURS: Mapping[str, Colour] = {
     "shards-2": Colour("#f3cf9b", "#f3cf9b"),
     "both": Colour("#0f7f73", "#148679"),
     "both-2": Colour("#86cdc3", "#8fd4ca"),
-    # kinds of work, by the values of Kind
-    "forward": Colour("#a9c3df", "#7fa6cf"),
-    "backward": Colour("#4d79a8", "#41698f"),
-    "transfer": Colour("#e2711d", "#f28b3c"),
-    "reduction": Colour("#9b4f96", "#c07fbc"),
-    "update": Colour("#3f8f5b", "#5fb47c"),
-    "overhead": Colour("#8a8f98", "#7d8591"),
+    # kinds of work, by the values of Kind, with their words
+    "forward": Colour("#a9c3df", "#7fa6cf", "forward"),
+    "backward": Colour("#4d79a8", "#41698f", "backward"),
+    "transfer": Colour("#e2711d", "#f28b3c", "transfer"),
+    "reduction": Colour("#9b4f96", "#c07fbc", "gradient sum"),
+    "update": Colour("#3f8f5b", "#5fb47c", "optimizer's update"),
+    "overhead": Colour("#8a8f98", "#7d8591", "runtime"),
     # lines of devices
     "device-1": Colour("#2a6fb5", "#6bb0f0"),
     "device-2": Colour("#e0912f", "#f0b35f"),

@@ -8,7 +8,7 @@ from math import floor, log10
 from parplan.planner.simulation.step_tasks import Kind, Lane
 from parplan.report import units
 from parplan.report.pictures.lanes import LANE_WORDS, Block, DeviceLanes, LaneBlocks
-from parplan.report.pictures.svg import BROAD, MONOSPACE, NARROW, Drawing, Element, add, fill, line
+from parplan.report.pictures.svg import BROAD, COLOURS, MONOSPACE, NARROW, Drawing, Element, add, fill, line
 from parplan.report.pictures.text import shortened, visible
 
 __all__ = ["APART", "CHARACTER", "Drawn", "block_words", "draw_timeline", "edges", "ticks"]
@@ -21,15 +21,6 @@ MOST_DEVICES = 24
 APART = 80  # between the moments of an axis
 LIGHT = (Kind.FORWARD, Kind.TRANSFER)
 """Kinds in a colour that a dark text can be read on."""
-KIND_WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.TRANSFER: "transfer",
-    Kind.REDUCTION: "gradient sum",
-    Kind.UPDATE: "optimizer's update",
-    Kind.OVERHEAD: "runtime",
-}
-
 
 Drawn = tuple[Block, str, float]
 """A block of the picture, the label that it has where there is room (empty: none ever), and that one's y."""
@@ -112,7 +103,7 @@ def _description(shown: Sequence[DeviceLanes], step_s: float) -> str:
         blocks = [block for lane in one.lanes if lane.lane is Lane.COMPUTE for block in lane.blocks]
         spent = {kind: sum(b.seconds for b in blocks if b.kind is kind and not b.waiting) for kind in Kind}
         waits_s = sum(block.seconds for block in blocks if block.waiting)
-        parts = [f"{KIND_WORDS[kind]} {units.step(step_s).text(own_s)}" for kind, own_s in spent.items() if own_s > 0]
+        parts = [f"{COLOURS[kind.value].words} {units.step(step_s).text(own_s)}" for kind, own_s in spent.items() if own_s > 0]
         parts += [f"waiting {units.step(step_s).text(waits_s)}"] * (waits_s > 0)
         said.append(f"{units.devices(one.devices)}: {', '.join(parts)}")
     return f"{'; '.join(said)}."
@@ -151,7 +142,7 @@ def _legend_rows(shown: Sequence[DeviceLanes], left: float, width: float) -> lis
     """The kinds of work that appear, in as many rows as they need."""
     blocks = [block for one in shown for lane in one.lanes for block in lane.blocks]
     found = {block.kind for block in blocks}
-    named = [(kind.value, KIND_WORDS[kind]) for kind in Kind if kind in found]
+    named = [(kind.value, COLOURS[kind.value].words) for kind in Kind if kind in found]
     named += [("wait", "pale: waiting for it")] * any(block.waiting for block in blocks)
     left = left if width > NARROW else 4.0
     rows, x = [list[Key]()], left
@@ -179,7 +170,7 @@ def block_words(block: Block) -> str:
     """The name of an activity: layer or value, kind, and pass."""
     what = visible(block.what) or (f"{block.count} activities" if block.count > 1 else "")
     number = f"pass {block.number + 1}" if block.number is not None else ""
-    kind = f"{'waits for ' * block.waiting}{KIND_WORDS[block.kind]}"
+    kind = f"{'waits for ' * block.waiting}{COLOURS[block.kind.value].words}"
     return " · ".join(filter(None, (what, kind, number)))
 
 
