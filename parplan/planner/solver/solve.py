@@ -48,8 +48,9 @@ MASTER_GAP, MASTER_STEPS = 1e-3, 100
 """Relative gap above which the best prices are looked for by cutting planes, and in how many steps at most."""
 LATE = 0.02
 """Share of the time limit that settling ties takes at most after the limit."""
-REFUTE = 2.0
-"""Deterministic time (about seconds) of the search that only refutes: its problem bounds another one."""
+REFUTE, REFUTE_FAR, CLOSE = 2.0, 0.1, 0.96
+"""Deterministic time of the search that only refutes, as its problem bounds another one, and of one whose bound is
+below the last part of the cutoff: small problems end in it, large ones hardly ever come closer."""
 FAR, NEAR = 0.9, 0.99
 """Parts of the cutoff below which bounds of prices and messages, and choices, are too far to go on with refuting."""
 NEAR_S = 0.1
@@ -380,7 +381,8 @@ class _Run:
                 guess = (
                     self.bound if self.bound > 0 else float(sum(n.cost_s.max() for n in reduced.problem.nodes)) or 1.0
                 )
-            workers, effort = (1, REFUTE) if self.refute else (self.workers, np.inf)
+            effort = REFUTE if self.bound >= CLOSE * self.objective else REFUTE_FAR
+            workers, effort = (1, effort) if self.refute else (self.workers, np.inf)
             found = search(reduced.problem, rows, self.deadline, workers, guess, cutoff, hint, report, effort)
             if found.choice is not None:
                 self.offer(reduced.lift(found.choice))

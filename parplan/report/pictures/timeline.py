@@ -103,7 +103,8 @@ def _description(shown: Sequence[DeviceLanes], step_s: float) -> str:
         blocks = [block for lane in one.lanes if lane.lane is Lane.COMPUTE for block in lane.blocks]
         spent = {kind: sum(b.seconds for b in blocks if b.kind is kind and not b.waiting) for kind in Kind}
         waits_s = sum(block.seconds for block in blocks if block.waiting)
-        parts = [f"{COLOURS[kind.value].words} {units.step(step_s).text(own_s)}" for kind, own_s in spent.items() if own_s > 0]
+        named = ((COLOURS[kind.value].words, own_s) for kind, own_s in spent.items() if own_s > 0)
+        parts = [f"{words} {units.step(step_s).text(own_s)}" for words, own_s in named]
         parts += [f"waiting {units.step(step_s).text(waits_s)}"] * (waits_s > 0)
         said.append(f"{units.devices(one.devices)}: {', '.join(parts)}")
     return f"{'; '.join(said)}."
