@@ -20,8 +20,8 @@ from parplan.planner.simulation.timeline import Timeline, simulate
 from parplan.planner.solver.problem import Solution, objective
 
 __all__ = [
-    "EXACT", "SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "needs_simulation", "plain", "shape_of",
-    "simulated_step",
+    "EXACT", "SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "is_simulated", "needs_simulation",
+    "plain", "shape_of", "simulated_step",
 ]  # fmt: skip
 
 
@@ -138,17 +138,24 @@ class Case:
 
 
 def simulated_step(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> Timeline | None:
-    """The simulated step of a plan; None on many devices, and for repeated blocks alike in series: T is exact there,
-    and fast.
+    """The simulated step of a plan; None where T is its prediction.
+
+    Raises:
+        PlanError: the plan's scheme asks for passes that cannot be.
+    """
+    return simulate(graph, cluster, costs, plan) if is_simulated(plan, graph, cluster) else None
+
+
+def is_simulated(plan: Plan, graph: LayerGraph, cluster: Cluster) -> bool:
+    """Whether the step of a plan is simulated: not on many devices, nor for repeated blocks alike in series, where T is
+    exact, and fast.
 
     Raises:
         PlanError: the plan's scheme asks for passes that cannot be.
     """
     alike = fold(graph)
     equal = alike is not None and alike.treated_alike({name: (own,) for name, own in plan.layers.items()})
-    if cluster.count > SIMULATED or (equal and not needs_simulation(plan, graph)):
-        return None
-    return simulate(graph, cluster, costs, plan)
+    return cluster.count <= SIMULATED and not (equal and not needs_simulation(plan, graph))
 
 
 def needs_simulation(plan: Plan, graph: LayerGraph) -> bool:
