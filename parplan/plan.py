@@ -128,6 +128,8 @@ class Plan:
         rules: "default" or "strict" reading of the divisibility rules.
         layers: strategy per layer name, in forward order.
         scheme: how samples get from many replicas to layers with fewer.
+        micro_batches: equal parts of the batch that go forward and backward one after another, their gradients added up
+            for one update (gradient accumulation).
         note: a remark of a person's, kept with the plan.
         notes: remarks by layer name.
 
@@ -142,6 +144,7 @@ class Plan:
     layers: Mapping[str, Strategy]
     rules: str = "default"
     scheme: Scheme = Scheme.GATHER
+    micro_batches: int = 1
     note: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -169,6 +172,7 @@ class Plan:
             "devices": self.devices,
             "rules": self.rules,
             **({} if self.scheme is Scheme.GATHER else {"scheme": self.scheme.value}),
+            **({} if self.micro_batches == 1 else {"micro_batches": self.micro_batches}),
             **({"note": self.note} if self.note else {}),
         }
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -235,6 +239,7 @@ _PLAN = (
     count("devices"),
     choice("rules", RULES),
     choice("scheme", Scheme).optional(),
+    count("micro_batches").optional(),
     _NOTE,
     table("layers", "an object with a strategy for every layer"),
 )

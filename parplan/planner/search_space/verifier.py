@@ -9,6 +9,7 @@ from parplan.errors import PlanError, RuleError
 from parplan.graph.axes.table import unknown_ops
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import why_whole
+from parplan.lowering.micro_batches import check_micro_batches
 from parplan.lowering.stages import stages
 from parplan.plan import Plan
 from parplan.planner.search_space import rules
@@ -21,7 +22,7 @@ def check(plan: Plan, graph: LayerGraph) -> None:
     """Refuse a plan that is not for this model or breaks a rule.
 
     Raises:
-        PlanError: other layers, another model, or a scheme that asks for passes which cannot be.
+        PlanError: other layers, another model, or passes or micro-batches which cannot be.
         RuleError: the first rule broken, with layer and numbers.
     """
     missing = [name for name in graph.layers if name not in plan.layers]
@@ -41,17 +42,18 @@ def check(plan: Plan, graph: LayerGraph) -> None:
             f"the plan is for {plan.model} with fingerprint {plan.fingerprint}, this {graph.model} has "
             f"{graph.fingerprint}: layers have other sizes; make a plan for this model with `parplan analyze --out`"
         )
-    passes = stages(graph, plan.layers, plan.scheme).passes
+    check_micro_batches(plan, graph)
+    batch, passes = plan.batch // plan.micro_batches, stages(graph, plan.layers, plan.scheme).passes
     for name, strategy in plan.layers.items():
         layer = graph.layers[name]
         rules.r6_devices(name, strategy.replicas, strategy.shards, strategy.devices, plan.devices)
         axes = {axis.name: axis.units for axis in layer.axes}
         rules.r5_axis(name, strategy.axis, axes, strategy.shards, plan.devices // strategy.replicas)
-        units = batch_units(layer, plan.batch)
-        units = units if graph.batch == plan.batch else units and plan.batch
+        units = batch_units(layer, batch)
+        units = units if graph.batch == batch else units and batch
         reasons = unknown_ops(layer.nodes), why_whole(layer.nodes)
         most, uneven = plan.devices // strategy.shards, plan.rules != "strict"
-        rules.r1_batch(name, plan.batch, units, strategy.replicas, most, *reasons, uneven, passes)
+        rules.r1_batch(name, batch, units, strategy.replicas, most, *reasons, uneven, passes)
         rules.r8_update_period(name, strategy.update_period, passes)
     if plan.rules == "strict":
         for name in plan.layers:
