@@ -51,6 +51,7 @@ def analyze(
     cluster: Cluster | str | Path | None = None,
     rules: str = "default",
     scheme: str = "auto",
+    micro_batches: int | None = None,
     precision: str = "fp32",
     optimizer: str = "adam",
     memory_bytes: int | None = None,
@@ -79,6 +80,8 @@ def analyze(
         memory_bytes: memory a plan may use on each device, instead of the preset's.
         scheme: how samples get from many replicas to layers with fewer: "gather" (all at once), "broadcast" (one
             replica's at a time), "interleave" (a share of each at a time), or "auto", as is fastest.
+        micro_batches: equal parts of the batch that go forward and backward one after another, their gradients added
+            up; default: one, or as many as memory asks for.
         measure: time layers on the device that is here instead of estimating.
         as_profiled: leave out how fast the device is now, so that measured costs are the same in every run.
         tolerance: share of the fastest step to give up for a simpler plan, above all one that people write by hand; 0
@@ -125,6 +128,7 @@ def analyze_profile(
     cluster: Cluster | str | Path | None = None,
     rules: str = "default",
     scheme: str = "auto",
+    micro_batches: int | None = None,
     optimizer: str = "adam",
     memory_bytes: int | None = None,
     batch: int | None = None,
@@ -148,7 +152,9 @@ def analyze_profile(
     from parplan.cost_models.layer_profile.costs import ProfileCosts
     from parplan.cost_models.layer_profile.graph import profile_graph, profile_notes
     from parplan.cost_models.layer_profile.text import load_layer_profile
+    from parplan.lowering.micro_batches import equal_size
     from parplan.planner.decide import decide
+    from parplan.planner.decision import PricedGraph
     from parplan.planner.request import PlanOptions
     from parplan.report.analysis import Analysis
 
@@ -157,14 +163,21 @@ def analyze_profile(
     options = replace(options, precision=profile.precision or "precision unknown")
     found = _cluster(options)
     graph = profile_graph(profile, batch)
-    costs = ProfileCosts(profile, graph, found.cluster, optimizer)
     request = options.request(
         notes=(*found.notes, *profile_notes(profile, str(file), graph.batch or 1, found.cluster)),
         capture_s=time.perf_counter() - started,
         started=started,
         times_from=str(file),
     )
-    return Analysis.of(decide(graph, found.cluster, costs, request, progress))
+
+    def micro_batched(count: int) -> PricedGraph:
+        small = graph if count == 1 else profile_graph(profile, equal_size(graph, count))
+        return PricedGraph(small, ProfileCosts(profile, small, found.cluster, optimizer, count))
+
+    asked = request.asked_micro_batches
+    own = micro_batched(asked or 1)
+    free = micro_batched if asked is None else None
+    return Analysis.of(decide(own.graph, found.cluster, own.costs, request, progress, free))
 
 
 def compile(  # the name users know from torch.compile
@@ -187,6 +200,7 @@ def compile(  # the name users know from torch.compile
     check: str = "first",
     rules: str = "default",
     scheme: str = "auto",
+    micro_batches: int | None = None,
     precision: str = "fp32",
     optimizer: str = "adam",
     time_limit_s: float = 60.0,
@@ -209,7 +223,7 @@ def compile(  # the name users know from torch.compile
             same, as a "group" (`parplan.PlanSampler`); or all the "same", which hold no samples (a graph, a state).
         same_draws: True: processes that were seeded alike drop alike, as under DistributedDataParallel; else apart.
         dim: the dimension of input tensors along which samples lie.
-        pins, rules, scheme, precision, optimizer, time_limit_s, tolerance: as for `analyze`.
+        pins, rules, scheme, micro_batches, precision, optimizer, time_limit_s, tolerance: as for `analyze`.
         threads: True gives each logical device of this process a thread, so that CPU devices compute at the same time;
             a function is called first in each thread, with the device's number.
         check: "first" compares each new capture's program with the plain module before its first step, on some samples;

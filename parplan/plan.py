@@ -158,6 +158,11 @@ class Plan:
         """Pickled as its JSON: a view of a dictionary cannot be pickled."""
         return Plan.from_json, (self.to_json(),)
 
+    @property
+    def micro_batch(self) -> int:
+        """Samples of a micro-batch: of some one more, where they do not divide the batch."""
+        return self.batch // self.micro_batches
+
     def with_layers(self, layers: Mapping[str, Strategy]) -> Plan:
         """The same plan with some layers' strategies replaced."""
         return replace(self, layers={**self.layers, **layers})

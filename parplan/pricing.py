@@ -21,10 +21,11 @@ from parplan.errors import CaptureError
 from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
+from parplan.lowering.micro_batches import equal_size
 from parplan.plan import Plan
 from parplan.planner.batch_size import best_batch
 from parplan.planner.decide import decide, estimate
-from parplan.planner.decision import Decision, Prediction
+from parplan.planner.decision import Decision, Prediction, PricedGraph
 from parplan.planner.request import Listener, PlanRequest
 from parplan.predicted_vs_measured import PlanPrediction, predict_plan
 from parplan.profiler.session import parts_by_devices
@@ -59,8 +60,15 @@ class Pricing:
     def decided(self, graph: LayerGraph, request: PlanRequest | None = None) -> Decision:
         """The plan with all that is to be said of it; `request` instead of its own."""
         requested = request or self.request
-        costs, notes = self._costs(graph)
-        return decide(graph, self.cluster, costs, replace(requested, notes=(*requested.notes, *notes)), self.progress)
+        asked = requested.asked_micro_batches
+        graph, costs, notes = self._priced(graph, asked or 1)
+        requested = replace(requested, notes=(*requested.notes, *notes))
+
+        def micro_batched(count: int) -> PricedGraph:
+            small, costs, _ = self._priced(graph, count)
+            return PricedGraph(small, costs)
+
+        return decide(graph, self.cluster, costs, requested, self.progress, micro_batched if asked is None else None)
 
     def decided_at_best_batch(self, graph: LayerGraph) -> Decision:
         """The decision at the batch that promises most, of one captured graph at several.
@@ -81,22 +89,31 @@ class Pricing:
 
     def predicted(self, graph: LayerGraph, plan: Plan) -> PlanPrediction:
         """The prediction of a step of `plan`, layer by layer."""
-        return predict_plan(graph, plan, self.request.priced_on(self.cluster, plan), self._costs(graph)[0])
+        graph, costs, _ = self._priced(graph, plan.micro_batches)
+        return predict_plan(graph, plan, self.request.priced_on(self.cluster, plan), costs)
 
     def estimated(self, graph: LayerGraph, request: PlanRequest) -> Prediction:
         """The predicted step of the solver's plan, without the rest of a decision."""
-        return estimate(graph, self.cluster, self._costs(graph)[0], request)
+        graph, costs, _ = self._priced(graph, request.asked_micro_batches or 1)
+        return estimate(graph, self.cluster, costs, request)
 
-    def _costs(self, graph: LayerGraph) -> tuple[CostModel, tuple[str, ...]]:
-        """The best costs there are, and what the reader must know about them."""
+    def _priced(self, graph: LayerGraph, micro_batches: int) -> tuple[LayerGraph, CostModel, tuple[str, ...]]:
+        """A graph at the size of a micro-batch, the best costs there are, and what the reader must know about them.
+
+        Raises:
+            CaptureError: the model is not the same at another batch.
+            PlanError: micro-batches that are not equal, or would have other numbers than the whole batch.
+        """
+        if micro_batches > 1:
+            graph = at_batch(graph, equal_size(graph, micro_batches))
         precision, optimizer = self.request.precision, self.request.optimizer
         measured = self._measured(graph, self.device) if self.measure and self.device is not None else ()
         known = known_costs(
             graph, self.cluster, device=self.device, precision=precision, optimizer=optimizer,
-            as_profiled=self.request.as_profiled,
+            as_profiled=self.request.as_profiled, micro_batches=micro_batches,
         )  # fmt: skip
         notes = precision_notes(graph, self.cluster, precision, optimizer)
-        return known.costs, (*notes, *known.notes, *measured)
+        return graph, known.costs, (*notes, *known.notes, *measured)
 
     def _measured(self, graph: LayerGraph, device: torch.device) -> tuple[str, ...]:
         """Measure, in this process, what the user's store lacks of the parts a plan could use."""

@@ -174,7 +174,7 @@ def _learned(job: Job, compared: PredictedVsMeasured) -> tuple[str, ...]:
             if profile.all():
                 profiles[busy] = profile
         backend, reference_s = ("gloo", compared.reference_s) if device.type == "cpu" else ("nccl", 0.0)
-        given = {"backend": backend, "precision": PlanRequest.precision, "optimizer": optimizer}
+        given: dict[str, Any] = {"backend": backend, "precision": PlanRequest.precision, "optimizer": optimizer}
         costs = profiled_costs(graph, cluster, profiles, reference_s=reference_s, **given)
         pins = target.pins if job.plan is None else ()
         request = PlanRequest(optimizer=optimizer, rules=compared.plan.rules, pins=pins, price_pins=False)

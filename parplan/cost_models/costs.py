@@ -85,6 +85,7 @@ class StepCost:
         late: share of the reductions that comes after the optimizer's update, where nothing is left to hide behind
             (`Link.overlap` is the rest); `overlap` is of what comes before it.
         batch_norm_s: what a batch norm over replicas takes, forward and backward, beside its parts and messages.
+        micro_batches: of a step, one after another; layers, transfers, memory and overhead are priced for one of them.
     """
 
     overhead_s: float = 0.0
@@ -93,6 +94,7 @@ class StepCost:
     links: Source = Source.ESTIMATED
     late: float = 0.0
     batch_norm_s: float = 0.0
+    micro_batches: int = 1
 
     @property
     def most_hidden(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
+from typing import Any
 
 import torch
 
@@ -45,19 +46,22 @@ def known_costs(
     precision: str = "fp32",
     optimizer: str = "adam",
     as_profiled: bool = False,
+    micro_batches: int = 1,
     store: ProfileStore | None = None,
 ) -> KnownCosts:
     """Costs of `graph` on `cluster`.
 
     Args:
         device: a device of the cluster that is here; None when none is: then all costs are estimates.
+        micro_batches: of a step, if the graph is at the size of one of them.
         as_profiled: at the median speed that the device had while it was measured, whatever it has now.
         store: default: the user's own, for reading.
 
     Raises:
         ProfileError: the store is damaged.
     """
-    roofline = RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer)
+    given: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "micro_batches": micro_batches}
+    roofline = RooflineCosts(graph, cluster, **given)
     if device is None:
         return KnownCosts(roofline)
     # What was measured is of the captured types, computed as torch's settings say: never autocast.
@@ -77,7 +81,7 @@ def known_costs(
     then = [measurement.reference_s for measurement in measured if measurement.reference_s > 0]
     then_s = median_high(then) if then else 0.0
     now_s = then_s if as_profiled else Reference(device).seconds(9)
-    reference_s, given = now_s if device.type == "cpu" else 0.0, {"precision": precision, "optimizer": optimizer}
+    reference_s = now_s if device.type == "cpu" else 0.0
     costs = profiled_costs(graph, cluster, profiles, backend=backend, reference_s=reference_s, **given)
     last = max((measurement.when for measurement in measured), default="")
     day = f", the last on {last[:10]}" if last else ""

@@ -290,6 +290,7 @@ def profiled_costs(
     backend: str,
     precision: str = "fp32",
     optimizer: str = "adam",
+    micro_batches: int = 1,
     reference_s: float = 0.0,
 ) -> MeasuredCosts:
     """Layers, communication, updates and the runtime's own time from `profiles`, what they lack from the roofline.
@@ -301,7 +302,7 @@ def profiled_costs(
     """
     entries = [entry for profile in profiles.values() for entry in profile.links(backend)]
     links = MeasuredLinks(entries, reference_s) if entries else None
-    roofline = RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer, links=links)
+    roofline = RooflineCosts(graph, cluster, precision, optimizer, links, micro_batches)
     # Overhead was measured with all devices at work.
     step = step_cost(profiles[max(profiles)], roofline, links, reference_s)
     return MeasuredCosts(roofline, profiles, cluster.groups[0].device.kind, step, reference_s)

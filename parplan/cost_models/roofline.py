@@ -60,13 +60,14 @@ class RooflineCosts:
     """Estimated costs of one graph on one cluster (a CostModel).
 
     Args:
-        graph: the captured model, at the whole batch.
+        graph: the captured model, at the whole batch or the size of a micro-batch.
         cluster: where it is to run.
         precision: what float32 products are computed in: "fp32", "tf32", or "fp16" or "bf16" under autocast (bytes
             stay those of the captured types, which overstates autocast's traffic). Other types compute in their own.
             With "fp32" convolutions are in TF32 where a device has it, as torch computes them by default.
         optimizer: whose state the memory includes.
         links: measured communication, in place of the cluster's rates.
+        micro_batches: of a step, if the graph is at the size of one of them.
 
     Attributes:
         memory_model: bytes of its layers.
@@ -85,6 +86,7 @@ class RooflineCosts:
         precision: str = "fp32",
         optimizer: str = "adam",
         links: MeasuredLinks | None = None,
+        micro_batches: int = 1,
     ) -> None:
         rate_notes(cluster, precision)  # refuses what has no rate
         self.graph = graph
@@ -93,10 +95,10 @@ class RooflineCosts:
         self.optimizer = optimizer
         self._kind_of = {number: kind for kind, group in enumerate(cluster.groups) for number in group.members}
         on_cpu = all(CPU.kind in (group.device.kind, group.device.like) for group in cluster.groups)
-        self.memory_model = MemoryModel(graph, optimizer, on_cpu)
+        self.memory_model = MemoryModel(graph, optimizer, on_cpu, micro_batches)
         self.transfers = Transfers(cluster, links)
         self.transfer, self.transfer_matrix = self.transfers.transfer, self.transfers.transfer_matrix
-        self.step = estimated_step(cluster)
+        self.step = replace(estimated_step(cluster), micro_batches=micro_batches)
         specs = [graph.values[name] for name in graph.parameters]
         # Gradients are summed a bucket at a time, or all together where they do not fill one: a layer pays the latency
         # of an all-reduce in proportion to its share.

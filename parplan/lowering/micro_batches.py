@@ -25,7 +25,7 @@ from parplan.graph.sites import site_of
 from parplan.layout import split_evenly
 from parplan.plan import Plan, Scheme
 
-__all__ = ["Combination", "How", "check_micro_batches", "combinations", "micro_batch_sizes"]
+__all__ = ["Combination", "How", "check_micro_batches", "combinations", "equal_size", "micro_batch_sizes"]
 
 aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ _KEEPING = {
     aten.neg.default, aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default,
     aten.to.dtype, aten.view.default, aten.reshape.default, aten.squeeze.default, aten.unsqueeze.default,
 }  # fmt: skip
-_ADDING = {aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar}
+_ADDING = {aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
 _MULTIPLYING = {aten.mul.Tensor, aten.mul.Scalar}
 _DIVIDING = {aten.div.Tensor, aten.div.Scalar}
 
@@ -72,6 +72,23 @@ def micro_batch_sizes(samples: int, count: int) -> tuple[int, ...]:
     ((2, 2, 2, 2), (1, 1, 1), (3, 2))
     """
     return tuple(size for size in split_evenly(samples, count) if size) or (0,)
+
+
+def equal_size(graph: LayerGraph, count: int) -> int:
+    """Samples of each of so many equal micro-batches, which is what plans are priced for.
+
+    Raises:
+        PlanError: they do not divide the batch, or the step would have other numbers than the whole batch's.
+    """
+    if count == 1:
+        return graph.batch or 1
+    if graph.batch is None or graph.batch % count:
+        raise PlanError(
+            f"a batch of {graph.batch} has no {count} equal micro-batches to be planned for; use a number that divides "
+            "it (any batch can be run)"
+        )
+    combinations(graph)
+    return graph.batch // count
 
 
 def check_micro_batches(plan: Plan, graph: LayerGraph) -> None:

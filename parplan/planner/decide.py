@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import isclose
 
 import torch
@@ -36,13 +37,13 @@ from parplan.planner.search.baselines import baselines
 from parplan.planner.search.context import (
     EXACT,
     Case,
-    fits,
     formulated,
     needs_simulation,
     plain,
     shape_of,
     simulated_step,
 )  # fmt: skip
+from parplan.planner.search.micro_batches import MicroBatched, searched
 from parplan.planner.search.schemes import (
     rival_in_passes,
     scheme_prices,
@@ -50,7 +51,7 @@ from parplan.planner.search.schemes import (
     simulated_prediction,
     simulated_reports,
 )
-from parplan.planner.search.select import ANYWHERE, Found, ShapeSearch
+from parplan.planner.search.select import Found, ShapeSearch
 from parplan.planner.search.simpler import Candidate, differences, plan_by_hand
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import nearest_to_fitting
@@ -78,8 +79,13 @@ def decide(
     costs: CostModel,
     request: PlanRequest,
     progress: Listener | None = None,
+    micro_batched: MicroBatched | None = None,
 ) -> Decision:
     """The fastest plan of `graph` on `cluster` under `costs`, with its proof, reasons and baselines.
+
+    Args:
+        graph: at the size of a micro-batch, if the costs are of one.
+        micro_batched: the graph, where it has the whole batch, in as many micro-batches as memory asks for.
 
     Raises:
         InfeasiblePlan: no plan fits; the text names the limit, what is missing and the layers.
@@ -89,21 +95,25 @@ def decide(
     begin = time.perf_counter()
     schemes_of(request.scheme, request.plan)
     case = _case(graph, cluster, costs, request, progress)
-    pins = pin_questions(request.pins, graph, cluster, request.rules == "strict")
 
     def solve_baseline(problem: Problem) -> Solution:
         limit_s = case.deadline.part_s(BASELINE_TIME)
         return case.deadline.watched(solve(problem, limit_s))
 
-    search, found = _searched(case, pins)
-    case = search.case
-    by_hand = baselines(graph, cluster, costs, search.one_pass(), found.plan, solve_baseline)
+    result = searched(case, partial(_questions, request, cluster), micro_batched)
+    search, found, case = result.search, result.found, result.case
+    by_hand = baselines(case.graph, cluster, case.costs, search.one_pass(), found.plan, solve_baseline)
     simulated = tuple(rival_in_passes(baseline, case) for baseline in by_hand)
     case, found = _taken(search, found, by_hand)
-    decision = _explained(case, found, search.costs_s, simulated, pins.whole, begin)
+    decision = _explained(case, found, search.costs_s, simulated, search.asked.whole, begin)
+    decision = replace(decision, micro_batches=result.tried)
     if request.plan is None and memory_excess(cluster, decision.prediction):
         raise InfeasiblePlan(nearest_to_fitting(cluster, decision.prediction, by_hand))
-    return with_pins(case, decision, search, pins) if request.pins else decision
+    return with_pins(case, decision, search, search.asked) if request.pins else decision
+
+
+def _questions(request: PlanRequest, cluster: Cluster, graph: LayerGraph) -> Questions:
+    return pin_questions(request.pins, graph, cluster, request.rules == "strict")
 
 
 @seldom_collected()
@@ -113,7 +123,7 @@ def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -
     Raises:
         PlanError: the plan is for another model or number of devices, or breaks a rule.
     """
-    plan = _reviewed(plan, graph, cluster)
+    plan = _reviewed(plan, graph, cluster, costs)
     return _predicted(plan, graph, cluster, costs, *formulated(plan, graph, cluster, costs))
 
 
@@ -127,31 +137,8 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
     if request.plan is not None:
         return predict(graph, request.priced_on(cluster, request.plan), costs, request.plan)
     case = _case(graph, cluster, costs, request)
-    pins = pin_questions(request.pins, graph, cluster, request.rules == "strict")
-    _, found = _searched(case, pins)
+    found = searched(case, partial(_questions, request, cluster)).found
     return _predicted(found.plan, graph, cluster, costs, *formulated(found.plan, graph, cluster, costs))
-
-
-def _searched(case: Case, pins: Questions) -> tuple[ShapeSearch, Found]:
-    """The search over shapes and its plan.
-
-    Equal blocks are planned one by one where pins do not treat them alike, or no plan with them alike fits.
-    """
-    every = (pins.whole, *pins.parts.values())
-    said = [by for pinned in every for by in (pinned.allowed, pinned.periods)]
-    if case.fold is not None and not all(map(case.fold.treated_alike, said)):
-        case = replace(case, fold=None)
-    search = ShapeSearch(case, pins)
-    try:
-        found = search.best(pins.whole)
-        if case.fold is None or fits(case.graph, case.cluster, case.costs, plain(found.plan)):
-            return search, found
-    except InfeasiblePlan:
-        # On the first devices, layers that hold as little as they may can do so alike; on others they need not be.
-        if case.fold is None or case.cluster.count > ANYWHERE or search.lacking_bytes() > 0:
-            raise
-    search = ShapeSearch(replace(case, fold=None), pins)
-    return search, search.best(pins.whole)
 
 
 def _taken(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tuple[Case, Found]:
@@ -228,8 +215,9 @@ def _case(
             raise PinError(
                 "a plan decides every layer, so there is nothing left to pin; leave out the plan or the pins"
             )
-        notes = (*request.notes, *mismatches(request.plan, graph))
-        request = replace(request, plan=_reviewed(request.plan, graph, cluster), notes=notes)
+        plan = _reviewed(request.plan, graph, cluster, costs)
+        whole = replace(graph, batch=graph.batch and plan.batch)
+        request = replace(request, plan=plan, notes=(*request.notes, *mismatches(request.plan, whole)))
     if cluster.home is not None:
         note = (
             f"Inputs arrive on device {cluster.home} and results go back there: one process runs all devices. Under "
@@ -241,7 +229,7 @@ def _case(
     return replace(Case.of(graph, cluster, costs, request, progress), uneven=uneven)
 
 
-def _reviewed(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Plan:
+def _reviewed(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> Plan:
     """A given plan, legal for the batch and the devices it is priced for.
 
     Raises:
@@ -252,7 +240,12 @@ def _reviewed(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Plan:
             f"the plan is for {plan.devices} devices, to be priced for {cluster.count}; say --gpus {plan.devices}, "
             f"name a --cluster of {plan.devices}, or make a plan for {cluster.count}"
         )
-    plan = replace(plan, batch=graph.batch or plan.batch)
+    if plan.micro_batches != costs.step.micro_batches:
+        raise PlanError(
+            f"the plan has {plan.micro_batches} micro-batches, and layers are priced for {costs.step.micro_batches} of "
+            "a step; price the graph at the size of a micro-batch"
+        )
+    plan = replace(plan, batch=plan.micro_batches * graph.batch if graph.batch else plan.batch)
     check(plan, graph)
     return plan
 
@@ -304,8 +297,14 @@ def _notes(case: Case, found: Found, step: Prediction) -> Sequence[str]:
     """Sentences on models captured at one batch size only, searches cut short, too much memory."""
     plan, graph, notes = found.plan, case.graph, list[str]()
     if counts := uneven_replicas(plan, graph):
-        parts = " and ".join(f"{count} replicas have {parts_words(plan.batch, count)}" for count in counts)
+        parts = " and ".join(f"{count} replicas have {parts_words(plan.micro_batch, count)}" for count in counts)
         notes.append(f'{parts} samples; bends R1 (rules "strict" keeps it).')
+    outside = not any(isinstance(v, str) and graph.values[v].shape == () for v in graph.user_outputs)
+    if plan.micro_batches > 1 and outside:
+        notes.append(
+            f"{plan.micro_batches} micro-batches need the loss in each: train with `train_step`, or plan with loss=fn, "
+            "targets=...; a loss behind a plain call of the model keeps the activations of all."
+        )
     if graph.checkpoints:
         calls = counted(sum(graph.checkpoints.values()), "call")
         line = next(filter(None, graph.checkpoints), "")

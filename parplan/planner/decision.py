@@ -23,6 +23,7 @@ __all__ = [
     "Decision",
     "DeviceTrack",
     "LayerReport",
+    "MicroBatchesTried",
     "Passes",
     "Phase",
     "PinPrice",
@@ -354,9 +355,24 @@ class BatchTried:
         return self.batch / self.step_s if self.step_s else 0.0
 
 
+@dataclass(frozen=True)
+class MicroBatchesTried:
+    """A number of micro-batches that was compared with that of the plan.
+
+    `step_s` and `memory_bytes` (of the fullest device) are of the best plan, or of the nearest to fitting (not `fits`);
+    None where no plan fits at all, or (`fits`) where none is faster.
+    """
+
+    count: int
+    step_s: float | None
+    memory_bytes: int | None
+    fits: bool
+
+
 @dataclass(frozen=True, eq=False)
 class PricedGraph:
-    """The graph that was planned, with the costs it was planned by: what a step is simulated and drawn from."""
+    """The graph that was planned, at the size of a micro-batch, with the costs it was planned by: what a step is
+    simulated and drawn from."""
 
     graph: LayerGraph
     costs: CostModel
@@ -403,6 +419,7 @@ class Decision:
         links: where the times of transfers and reductions come from.
         pins: what was pinned by hand and what it costs; None where nothing was.
         batches: the batches this one was chosen from, smallest first; empty where it was given.
+        micro_batches: the numbers of micro-batches that were compared, fewest first; empty where there was one.
         passes: the schemes that were compared; None where all layers have equally many replicas.
         branches: branches that run at the same time, or were tried to; None where the model has no branches worth it.
         priced: the graph and its costs, for pictures of the step; None in a decision that was put together by hand.
@@ -425,6 +442,7 @@ class Decision:
     links: Source = Source.ESTIMATED
     pins: Pins | None = None
     batches: tuple[BatchTried, ...] = ()
+    micro_batches: tuple[MicroBatchesTried, ...] = ()
     passes: Passes | None = None
     branches: ConcurrentBranches | None = None
     advised: str = ""

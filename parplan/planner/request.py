@@ -12,7 +12,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.optimizers import OPTIMIZER_MEMORY
 from parplan.pins import Pin, read_pins
 from parplan.plan import Plan
-from parplan.planner.option_fields import gpu_count, memory_bytes, option, positive, share
+from parplan.planner.option_fields import gpu_count, memory_bytes, option, positive, share, whole_number
 
 __all__ = ["Listener", "PlanOptions", "PlanRequest"]
 
@@ -65,6 +65,10 @@ class PlanOptions:
     scheme: str = option(
         "auto", "how samples get from many replicas to layers with fewer: all at once, one replica's or a share of "
         "each at a time (default: as is fastest)", choices=("auto", "gather", "broadcast", "interleave"),
+    )  # fmt: skip
+    micro_batches: int | None = option(
+        None, "parts of the batch that go forward and backward one after another, their gradients added up (default: "
+        "one, or as many as memory asks for)", type=whole_number, metavar="M",
     )  # fmt: skip
     measure: bool = option(False, "time the layers on the device that is here")
     as_profiled: bool = option(
@@ -127,6 +131,11 @@ class PlanRequest(PlanOptions):
     times_from: str = ""
     price_pins: bool = True
     started_ranks: bool = False
+
+    @property
+    def asked_micro_batches(self) -> int | None:
+        """The number of micro-batches that is asked for; None: as many as memory asks for."""
+        return self.plan.micro_batches if self.plan is not None else self.micro_batches
 
     def priced_on(self, cluster: Cluster, plan: Plan) -> Cluster:
         """The cluster that a plan is priced on: one device alone has the inputs, and keeps the results.

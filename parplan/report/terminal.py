@@ -14,7 +14,7 @@ from parplan.planner.decision import Decision
 from parplan.planner.explain.reasons import NO_DIFFERENCE
 from parplan.report import units
 from parplan.report.page import Page
-from parplan.report.sections.batches import print_batches
+from parplan.report.sections.batches import print_batches, print_micro_batches
 from parplan.report.sections.layer_table import print_layers
 from parplan.report.sections.passes import print_branches, print_passes
 from parplan.report.sections.pins import print_pins
@@ -41,7 +41,8 @@ def render(decision: Decision, console: Console, detail: Detail = Detail.DEFAULT
     page.blank()
     plan, cluster = decision.plan, decision.cluster
     parameters = units.counted(decision.parameters, "parameter")
-    facts = f": {parameters}, batch {plan.batch:,}, {decision.precision}, {decision.optimizer}"
+    several = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    facts = f": {parameters}, batch {plan.batch:,}{several}, {decision.precision}, {decision.optimizer}"
     page.paragraph(facts, first=plan.model, first_style="bold")
     memory = [units.size(group.device.memory_bytes).text(group.device.memory_bytes) for group in cluster.groups]
     if len(memory) > 1:
@@ -79,6 +80,8 @@ def render(decision: Decision, console: Console, detail: Detail = Detail.DEFAULT
         print_passes(page, decision.passes)
     if decision.batches:
         print_batches(page, decision)
+    if decision.micro_batches:
+        print_micro_batches(page, decision)
     if decision.pins is not None:
         print_pins(page, decision.pins)
     print_baselines(page, decision)

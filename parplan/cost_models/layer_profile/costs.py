@@ -9,6 +9,7 @@ layer that makes it, and an input that every shard needs whole also by the layer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 
 from parplan.cluster import Cluster
@@ -42,20 +43,29 @@ class ProfileCosts:
         graph: `profile_graph(profile, batch)`.
         cluster: equal devices; only their memory and links count.
         optimizer: whose state the memory includes.
+        micro_batches: of a step, if the graph is at the size of one of them.
 
     Raises:
         ClusterError: devices of several kinds.
         ParplanError: unknown optimizer.
     """
 
-    def __init__(self, profile: LayerProfile, graph: LayerGraph, cluster: Cluster, optimizer: str = "adam") -> None:
+    def __init__(
+        self,
+        profile: LayerProfile,
+        graph: LayerGraph,
+        cluster: Cluster,
+        optimizer: str = "adam",
+        micro_batches: int = 1,
+    ) -> None:
         if cluster.mixed:
             raise ClusterError(
                 f"{cluster.describe()}: a layer profile is of one kind of device ({profile.device}); name equal devices"
             )
         self.transfers = Transfers(cluster)
         self.transfer, self.transfer_matrix = self.transfers.transfer, self.transfers.transfer_matrix
-        self.step = estimated_step(cluster)  # nothing is known of the runtime
+        # Nothing is known of the runtime.
+        self.step = replace(estimated_step(cluster), micro_batches=micro_batches)
         self._graph, self._batch = graph, graph.batch or profile.batch
         self._measured_batch = profile.batch
         self._layers = {layer.name: layer for layer in profile.layers}
@@ -92,7 +102,7 @@ class ProfileCosts:
         forward, back = (at(self._position[layer.name]) for at in (moments.forward, moments.backward))
         held = (
             Held(0, moments.end, weights_bytes + state_bytes),
-            Held(back, moments.end, weights_bytes),
+            Held(back if self.step.micro_batches == 1 else 0, moments.end, weights_bytes),
             Held(forward, back + 1, saved_bytes),
             Held(forward, forward + 1, moved_bytes),
             Held(back, back + 1, moved_bytes),

@@ -55,17 +55,20 @@ class MemoryModel:
         graph: the captured model.
         optimizer: whose state is counted: a name in optimizers.py, or how many tensors it keeps per parameter.
         on_cpu: where kernels and optimizers differ, take the CPU's; else CUDA's.
+        micro_batches: of a step, if the graph is at the size of one of them: the gradients of the ones before are there
+            from the start, and so are the user's inputs of all.
 
     Attributes:
-        graph, on_cpu: as given.
+        graph, on_cpu, micro_batches: as given.
         optimizer: what it keeps beside every parameter, and needs to update one.
         ops: of the graph, with when each runs.
         moments: the points at which memory is counted.
         users: the layers that use each parameter, in order, by placeholder.
     """
 
-    def __init__(self, graph: LayerGraph, optimizer: str, on_cpu: bool = False) -> None:
+    def __init__(self, graph: LayerGraph, optimizer: str, on_cpu: bool = False, micro_batches: int = 1) -> None:
         self.graph = graph
+        self.micro_batches = micro_batches
         self.optimizer = optimizer_memory(optimizer)
         self.on_cpu = on_cpu
         self.ops = Ops(graph, on_cpu)
@@ -108,7 +111,8 @@ class MemoryModel:
             update, temporary = self.moments.update(first), self.optimizer.one_by_one * trained.max(axis=0, initial=0)
         else:
             update, temporary = self.moments.update(), self.optimizer.together * trained.sum(axis=0)
-        always = stored.sum(axis=0) + self.optimizer.states * trained.sum(axis=0)
+        kept = self.optimizer.states + (self.micro_batches > 1)  # gradients that are added to
+        always = stored.sum(axis=0) + kept * trained.sum(axis=0)
         return [(0, self.moments.end, always), (update, update + 1, temporary)]
 
     def by_ops(
@@ -143,6 +147,7 @@ class MemoryModel:
             yield Held(start, end, int(nbytes))
         yield Held(0, self.moments.end, self.taken(local, layer.buffers))
         begun = [name for name in layer.parameters if name in adding and next(iter(adding[name])) == layer.name]
+        begun = begun if self.micro_batches == 1 else []
         yield from self.by_ops(local, calls, self._whole, dict.fromkeys(begun, self.moments.end - 1))
 
     def _around(self, local: LocalLayer) -> Iterator[Held]:
@@ -160,7 +165,9 @@ class MemoryModel:
         shared = {n for n in cut if axis is not None and axis.sharers(n, shards) > 1}
         summed = [n for n in self._trained(local) if local.strategy.replicas > 1 or n not in cut or n in shared]
         messages_bytes = sum(nbytes for name in summed if (nbytes := self.taken(local, [name])) < ALONE_BYTES)
-        yield Held(0, moments.end, self.taken(local, inputs))
+        yield Held(0, moments.end, self.micro_batches * self.taken(local, inputs))
+        results = [value for value in layer.outputs if value in self.put_together]
+        yield Held(0, moments.end, self.micro_batches * self.taken(local, results))
         yield Held(forward, back + 1, self.taken(local, self._gathered(local)))
         # The CPU's are kept from step to step.
         yield Held(0 if self.on_cpu else back, moments.end if self.on_cpu else moments.passed, messages_bytes)
@@ -178,6 +185,13 @@ class MemoryModel:
         specs = self.graph.values
         outputs = [value for value in values if value in self.graph.user_outputs]
         return [value for value in outputs if specs[value].requires_grad and specs[value].elements > 1]
+
+    @property
+    def put_together(self) -> list[str]:
+        """Results that are put together from all micro-batches: with a loss inside; else the loss takes each one's."""
+        specs = {value: self.graph.values[value] for value in self.graph.user_outputs if isinstance(value, str)}
+        inside = any(spec.requires_grad and spec.shape == () for spec in specs.values())
+        return [v for v in specs if v in self.graph.batch_dims] if inside and self.micro_batches > 1 else []
 
     def _trained(self, local: LocalLayer) -> list[str]:
         return [name for name in self._own_parameters(local) if self.graph.values[name].requires_grad]

@@ -119,7 +119,7 @@ class _Step:
             apart = np.any([(own > 0) & (own != held) for own in used], axis=0)
             added, here = moments.backward(self._index[users[0]]), dict(zip(users, used, strict=True))
             seen = np.zeros(len(held), dtype=bool)
-            for name in self._lifetimes.adding.get(parameter, ()):
+            for name in self._lifetimes.adding.get(parameter, ()) if model.micro_batches == 1 else ():
                 last = np.where(apart, added, (moments.end - 1) * ~seen)
                 self._begun[name][parameter] = last * (here[name] > 0)
                 seen |= here[name] > 0
@@ -147,7 +147,7 @@ class _Step:
         """User inputs, the copies that transfers make, and their messages both ways."""
         slots, moments = self._program.slots, self._moments
         for name in self._program.inputs.values():
-            self._hold(0, moments.end, self._nbytes(slots[name]))
+            self._hold(0, moments.end, self._model.micro_batches * self._nbytes(slots[name]))
         kept = dict[str, IntArray]()  # by target: up to which point its gradient is kept to be sent, or taken from
         for transfer in self._program.transfers:
             if transfer.given.value in self._graph.values:
@@ -202,6 +202,8 @@ class _Step:
         """A loss outside holds two tensors like the results; their gradient is kept beside a process's share of it."""
         slots, loss = map(self._program.slots.__getitem__, self._program.outputs), self._moments.loss
         outputs = {slot.value: slot for slot in slots}
+        for value in self._model.put_together:
+            self._hold(0, self._moments.end, self._model.micro_batches * self._nbytes(outputs[value]))
         for value in self._model.delivered(self._graph.producer):
             nbytes = self._nbytes(outputs[value])
             self._hold(loss, loss + 1, 2 * nbytes)

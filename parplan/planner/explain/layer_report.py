@@ -32,7 +32,8 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     step, found, parts = costs.step, evaluate(formulation.problem, choice), formulation.parts
     chosen = enumerate(zip(formulation.options, choice, strict=False))
     once = [(formulation.times(index), options[k]) for index, (options, k) in chosen]
-    runs = [(many * (parts.shape.passes if own.role is Stage.PASSES else 1), own) for many, own in once]
+    several = parts.micro_batches
+    runs = [(many * several * (parts.shape.passes if own.role is Stage.PASSES else 1), own) for many, own in once]
     forward = sum(many * own.cost.forward_s for many, own in runs)
     backward = sum(many * own.cost.backward_s for many, own in runs)
     update = sum(many * own.cost.update_s for many, own in once)
@@ -41,9 +42,9 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
         float(edge_totals(parts, edge)[choice[edge.source], choice[edge.target]]) for edge in parts.edges
     ) + sum(many * (own.arrival_s + 2 * own.batch_norm_sync_s) for many, own in runs)
     transfer += sum(float(node_totals(parts, reuse.node)[choice[reuse.node]]) for reuse in formulation.reused)
-    exposed = found.objective - forward - backward - update - unhidden - transfer - step.overhead_s
+    exposed = found.objective - forward - backward - update - unhidden - transfer - several * step.overhead_s
     exposed = exposed if exposed > ROUNDING * found.objective else 0.0
-    doubt = sum(many * own.cost.spread * (own.cost.forward_s + own.cost.backward_s) for many, own in once)
+    doubt = several * sum(many * own.cost.spread * (own.cost.forward_s + own.cost.backward_s) for many, own in once)
     doubt += step.spread * (transfer + exposed + unhidden)
     return Prediction(
         step_s=found.objective,
@@ -54,7 +55,7 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
         exposed_reduce_s=exposed + unhidden,
         memory_bytes=costs.peaks(formulation.strategies(choice)) or formulation.device_peaks(choice, devices),
         update_s=update,
-        overhead_s=step.overhead_s,
+        overhead_s=several * step.overhead_s,
         low_s=max(0.0, found.objective - doubt),
         high_s=found.objective + doubt,
         most_hidden=step.most_hidden,
@@ -66,7 +67,7 @@ def layer_reports(
     graph: LayerGraph, formulation: Formulation, choice: Sequence[int], plan: Plan
 ) -> tuple[LayerReport, ...]:
     """The predicted figures of every layer; the reasons are added later."""
-    moved = [0.0] * len(formulation.problem.nodes)
+    moved, several = [0.0] * len(formulation.problem.nodes), formulation.parts.micro_batches
     for edge in formulation.parts.edges:
         moved[edge.counted_at] += float(edge_totals(formulation.parts, edge)[choice[edge.source], choice[edge.target]])
     for reuse in formulation.reused:
@@ -83,9 +84,9 @@ def layer_reports(
             name=name,
             kind=layer.kind,
             strategy=strategy,
-            forward_s=option.cost.forward_s,
-            backward_s=option.cost.backward_s,
-            transfer_s=option.arrival_s + moved_s + 2 * option.batch_norm_sync_s,
+            forward_s=several * option.cost.forward_s,
+            backward_s=several * option.cost.backward_s,
+            transfer_s=moved_s + several * (option.arrival_s + 2 * option.batch_norm_sync_s),
             reduce_s=option.cost.reduce_s,
             memory_bytes=option.memory.resident_bytes + option.memory.saved_bytes,
             source=option.cost.source,

@@ -63,7 +63,7 @@ def with_reasons(
                     too_large[words] += not fits
             listed_of[index] = tuple(found.values())
         listed = listed_of[index]
-        refused = refusals(graph.layers[layer.name], plan.batch, plan.devices)
+        refused = refusals(graph.layers[layer.name], plan.micro_batch, plan.devices)
         why = layer.why or reason(layer.name, listed)
         explained.append(replace(layer, why=why, alternatives=listed, refused=refused))
     return tuple(explained)

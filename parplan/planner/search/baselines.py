@@ -102,9 +102,9 @@ def _data_parallel(graph: LayerGraph, place: _Place, plan: Plan) -> _Habit:
             return len(s.devices) == 1 and s.devices[0] in place.devices
         return s.devices == place.devices and (s.replicas, s.shards) == (count, 1)
 
-    split = plan.batch % count == 0 or (plan.rules != "strict" and plan.batch > count)
-    divides = -(-plan.batch // count) * count
-    why_not = "" if split else f"R1: a batch of {plan.batch} does not divide by {count}; {divides} does"
+    split = plan.micro_batch % count == 0 or (plan.rules != "strict" and plan.micro_batch > count)
+    divides = -(-plan.micro_batch // count) * count
+    why_not = "" if split else f"R1: a batch of {plan.micro_batch} does not divide by {count}; {divides} does"
     return _Habit("pure data parallel", place, allowed, why_not, local_batch_norm=True)
 
 
@@ -173,7 +173,7 @@ def _baseline(
     limits = [device.memory_bytes for device in cluster.devices]
     peak, limit = max(zip(peaks, limits, strict=True), key=lambda pair: pair[0] / pair[1])
     fits = peak <= limit
-    parts = [f"R1: {parts_words(plan.batch, count)} samples" for count in uneven_replicas(own_plan, graph)]
+    parts = [f"R1: {parts_words(plan.micro_batch, count)} samples" for count in uneven_replicas(own_plan, graph)]
     return Baseline(
         habit.name,
         found.objective,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from parplan.planner.search.context import Case
 from parplan.planner.search_space.formulation import Formulation
@@ -28,7 +29,8 @@ def fitting(
 ) -> tuple[Solution, Lacking | None]:
     """A solution that fits with its transfers, and of those tried that do not the nearest to it.
 
-    What transfers need is known once a plan is lowered. Where that is too much, limits are lowered by what is lacking.
+    What transfers need is known once a plan is lowered. Where that is too much, the next plan has to take less by what
+    is lacking, without its transfers: below the limit and below what this one takes, or this one would be found again.
     The bound stays that of the first solution, which nothing beats. Where nothing that fits is found, the first one is
     returned: another shape may still have a plan, and `decide` refuses one that does not fit.
 
@@ -47,7 +49,10 @@ def fitting(
             return found if found is first else replace(found, bound=first.bound), closest
         if closest is None or max(over) < closest.lacking_bytes:
             closest = Lacking(max(over), found.choice)
-        limits = tuple(max(0.0, known - more) for known, more in zip(limits, over, strict=True))
+        alone = formulation.device_peaks(found.choice, case.cluster.count)
+        taken = (alone[lane] if more else inf for lane, more in zip(formulation.shape.lanes, over, strict=True))
+        known = map(min, limits, taken)
+        limits = tuple(max(0.0, most - more) for most, more in zip(known, over, strict=True))
     return first, closest
 
 

@@ -109,6 +109,8 @@ def shapes(
     }
     if Scheme.GATHER in schemes and periods <= {1}:
         yield Shape(lanes=lanes)
+    if case.costs.step.micro_batches > 1:
+        return  # passes are parts of the batch as well
     given = case.request.plan
     for scheme in IN_PASSES if count > 1 or given is not None else ():
         if scheme not in schemes or (scheme is Scheme.BROADCAST and len(schemes) > 1):
@@ -127,6 +129,8 @@ def rival_in_passes(rival: Baseline, case: Case) -> Baseline:
     if rival.plan is None or rival.step_s is None:
         return rival
     best: Plan | None = None
+    if rival.plan.micro_batches > 1:
+        return rival
     for plan in (under(rival.plan, case.graph, scheme) for scheme in (Scheme.GATHER, *IN_PASSES)):
         if plan is not None and (best is None or case.step_s(plan) < (1 - WORTH_IT) * case.step_s(best)):
             best = plan
@@ -157,6 +161,8 @@ def scheme_prices(case: Case, plan: Plan, memory_bytes: int, pinned: Pinned) -> 
         pinned: may ask for passes.
     """
     graph = case.graph
+    if plan.micro_batches > 1:
+        return None
     if all(other is not None and other.scheme is Scheme.GATHER for other in (under(plan, graph, s) for s in Scheme)):
         return None
     # All in one measure, that of the plan: where T is its step, simulating the other schemes took 5 s for a Llama.
@@ -221,7 +227,7 @@ def simulated_reports(
     facts: Iterable[LayerReport], graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan
 ) -> tuple[LayerReport, ...]:
     """Facts of layers with what they take in all their passes together; a transfer counts for its first reader."""
-    found = priced(graph, lowered(graph, plan, cluster), costs)
+    found, several = priced(graph, lowered(graph, plan, cluster), costs), costs.step.micro_batches
     moved_s: dict[str | None, float] = {}
     for move in found.moves.values():
         for name in move.readers[:1]:
@@ -229,9 +235,9 @@ def simulated_reports(
     return tuple(
         replace(
             one,
-            forward_s=work.passes * work.cost.forward_s,
-            backward_s=work.passes * work.cost.backward_s,
-            transfer_s=moved_s.get(one.name, 0),
+            forward_s=several * work.passes * work.cost.forward_s,
+            backward_s=several * work.passes * work.cost.backward_s,
+            transfer_s=several * moved_s.get(one.name, 0),
         )
         for one in facts
         for work in [found.layers[one.name]]

@@ -38,7 +38,7 @@ from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import Problem, Solution, Status, evaluate, objective
 from parplan.planner.solver.solve import GAP, solve
 
-__all__ = ["ANYWHERE", "Found", "ShapeSearch"]
+__all__ = ["ANYWHERE", "Found", "NothingFaster", "ShapeSearch"]
 
 MAIN, AGAIN, SHARE, SIMPLER = 0.5, 0.5, 0.5, 0.2
 """Parts of the time left for the first proof, for each solve after one whose plan did not fit, for other shapes, and
@@ -74,22 +74,28 @@ class Found:
     fastest: Plan | None = None
 
 
+class NothingFaster(InfeasiblePlan):
+    """No plan that fits takes less than was asked for."""
+
+
 class ShapeSearch(Formulations):
     """The search over the shapes of one case."""
 
-    def best(self, pinned: Pinned, part: float = 1.0) -> Found:
+    def best(self, pinned: Pinned, part: float = 1.0, below_s: float = inf) -> Found:
         """The fastest plan that keeps some pins, or the given one, with the proof over all shapes.
 
         Args:
             part: of the time left.
+            below_s: seconds that its step has to stay below.
 
         Raises:
+            NothingFaster: none does.
             InfeasiblePlan: no plan fits; the text names the limit, or the pins.
             PinError, PlanError: the scheme asked for, or updates between passes, are not possible.
         """
         case = self.case
         case.phase("solve")
-        run = _Run(self, pinned, part)
+        run = _Run(self, pinned, part, below_s)
         schemes = schemes_of(case.request.scheme)
         run.attempts(shapes(case, self.asked, self.lanes, schemes, pinned))
         if case.uneven and case.request.plan is None:
@@ -103,7 +109,7 @@ class ShapeSearch(Formulations):
 class _Run:
     """One search: the best plan so far, and what the bound covers."""
 
-    def __init__(self, search: ShapeSearch, pinned: Pinned, part: float) -> None:
+    def __init__(self, search: ShapeSearch, pinned: Pinned, part: float, below_s: float = inf) -> None:
         self.search, self.case, self.pinned, self.part = search, search.case, pinned, part
         self.begin = time.perf_counter()
         self.best: Candidate | None = None
@@ -111,7 +117,8 @@ class _Run:
         self.bound, self.tried = inf, 0
         self.covered: list[str] = []
         self.without_s: float | None = None
-        self.limit_s, self.uneven = inf, False
+        self.below_s = self.limit_s = below_s
+        self.uneven = False
         self.unfit: tuple[float, Candidate] | None = None  # bytes it lacks
         self.first: tuple[Formulation, Solution] | None = None
         self.undecided: tuple[Formulation, Solution] | None = None
@@ -184,12 +191,14 @@ class _Run:
 
     def plan_of(self, formulation: Formulation, choice: Sequence[int]) -> Plan:
         """The plan that a choice stands for, with pinned update periods."""
-        graph, periods, shape = self.case.graph, self.pinned.periods, formulation.shape
+        case, graph, periods, shape = self.case, self.case.graph, self.pinned.periods, formulation.shape
         chosen = formulation.strategies(choice)
         layers = {name: replace(own, update_period=periods.get(name)) for name, own in chosen.items()}
         scheme = shape.scheme if shape.passes > 1 else Scheme.GATHER
-        count, rules = self.case.cluster.count, self.case.request.rules
-        return Plan(graph.model, graph.fingerprint, graph.batch or 1, count, layers, rules, scheme)
+        count, rules = case.cluster.count, case.request.rules
+        several = case.costs.step.micro_batches
+        batch = several * (case.graph.batch or 1)
+        return Plan(graph.model, graph.fingerprint, batch, count, layers, rules, scheme, several)
 
     def by_hand(self, formulation: Formulation) -> Candidate | None:
         """The fastest plan by hand that fits and keeps the pins: the least to give where the solver found none."""
@@ -232,10 +241,10 @@ class _Run:
     def with_uneven_parts(self, shape: Shape) -> None:
         """Parts of the batch that differ by a sample, where that gains more than the tolerance."""
         even, bound, covered = self.best, self.bound, self.covered
-        self.limit_s = even.step_s / (1 + self.case.request.tolerance) if even is not None else inf
+        self.limit_s = even.step_s / (1 + self.case.request.tolerance) if even is not None else self.below_s
         self.best, self.bound, self.covered = None, inf, []
         self.attempt(shape)
-        self.limit_s, self.uneven = inf, self.best is not None
+        self.limit_s, self.uneven = self.below_s, self.best is not None
         if self.uneven:
             self.bound, self.covered = min(bound, self.bound), [*covered, *self.covered]
         else:
@@ -325,6 +334,8 @@ class _Run:
         given, tolerance = self.case.request.plan, self.case.request.tolerance
         if given is not None:
             return self._given(given)
+        if self.best is None and self.below_s < inf:
+            raise NothingFaster(f"no plan that fits takes less than {self.below_s:.6g} s")
         if self.best is None and self.unfit is not None:
             self.best = self.unfit[1]  # the nearest to fitting, which `decide` refuses with its numbers
         if self.best is None:

@@ -66,7 +66,8 @@ def folded(
         full = (share == 1).astype(float)
         lanes = [share, *(np.ones_like(share) if v == other else full for other in alone)]
         part = share if v in inside else 1.0
-        found.append(replace(node, once_s=part * node.once_s, backward_s=part * node.backward_s, lanes=np.array(lanes)))
+        own = {name: part * getattr(node, name) for name in ("once_s", "backward_s", "interference_s")}
+        found.append(replace(node, **own, lanes=np.array(lanes)))
     fewer = []
     for edge in edges:
         part = shares[edge.target] if edge.counted_at in inside else 1.0

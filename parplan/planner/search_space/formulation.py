@@ -173,7 +173,7 @@ def formulate(
     edges += _ties(fold, place, options) if fold is not None else []
     edges += _reuse_ties(fold, graph, place, reused, own_parts, shape) if fold is not None else []
     hidden = min(1.0, max(0.0, costs.step.overlap))
-    parts = StepParts(own_parts, edges, shape, hidden, phases, far_s, len(names) + 1, between)
+    parts = StepParts(own_parts, edges, shape, hidden, phases, far_s, len(names) + 1, between, costs.step.micro_batches)
     # The devices that are followed hold at least as much as any other of their kind.
     lanes = () if shape.average else shape.lanes
     node_s, edge_s, maxima = assembled(parts)

@@ -15,9 +15,9 @@ from parplan.planner.solver.problem import Cause, Solution
 __all__ = ["nearest_to_fitting", "why_not"]
 
 _REMEDIES = (
-    "possible remedies: more devices, devices with more memory (--memory), a smaller --batch (gradients of several "
-    "batches can be accumulated), --dtype bf16, or an --optimizer with less state; optimizer state sharded over "
-    "replicas (ZeRO, FSDP) and activations that are computed again are not planned yet"
+    "possible remedies: more devices, devices with more memory (--memory), a smaller --batch, --dtype bf16, or an "
+    "--optimizer with less state; optimizer state sharded over replicas (ZeRO, FSDP) and activations that are computed "
+    "again are not planned yet"
 )
 
 

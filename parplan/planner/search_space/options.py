@@ -79,6 +79,7 @@ def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
         pass_backward_s=inside * backward,
         samples_in_s=inside * arrival,
         sum_s=np.array([one.cost.overlappable_s for one in options]),
+        interference_s=interference,
         update_s=np.array([one.cost.update_s + one.cost.post_update_s for one in options]),
         lanes=np.array(used),
     )

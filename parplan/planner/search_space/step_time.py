@@ -14,7 +14,11 @@ i's backward is done, and E_i that when its sum and those of all layers behind i
 
     E_i = max(E_i+1, D_i) + sum_i          T = forward + max(D_0, E_0 + updates)
 
-for every device that is followed, where D_i counts in E_i on the devices that layer i uses only. A device also sends
+for every device that is followed. Of M micro-batches all but the last add forward and backward without sums,
+
+    T = M forward + (M - 1) backward + max(D_0, E_0 + updates)
+
+where D_i counts in E_i on the devices that layer i uses only. A device also sends
 back the gradients of what it read before it updates. E_i is also at least the backward of the device's own layers down
 to i, and T at least all of it: that never sets T, but bounds it well where options are mixed, of which D_i then counts
 too little.
@@ -58,6 +62,7 @@ class NodeParts:
         backward_s: compute of the backward outside of passes, with what gradient sums take from it.
         samples_in_s: inputs of the user that one pass brings in.
         sum_s: the gradient sum, as far as it runs beside the backward.
+        interference_s: what gradient sums take from the backward, which has it.
         update_s: the optimizer's update and the part of the sum after it.
         lanes: whether an option uses each lane, shape (lanes, options).
         beside: of layers of branches, whether each lane's time has an option: its own, and what runs one after another.
@@ -71,6 +76,7 @@ class NodeParts:
     pass_backward_s: FloatArray
     samples_in_s: FloatArray
     sum_s: FloatArray
+    interference_s: FloatArray
     update_s: FloatArray
     lanes: FloatArray
     beside: FloatArray | None = None
@@ -90,7 +96,12 @@ class NodeParts:
     def alone(once_s: FloatArray, lanes: int) -> NodeParts:
         """Parts of a decision that is no layer: what counts once, on no device."""
         zero = np.zeros_like(once_s)
-        return NodeParts(once_s, zero, zero, zero, zero, zero, zero, zero, np.zeros((lanes, len(once_s))))
+        return NodeParts(once_s, zero, zero, zero, zero, zero, zero, zero, zero, np.zeros((lanes, len(once_s))))
+
+    @property
+    def again_s(self) -> FloatArray:
+        """Compute of one more micro-batch, whose gradients are not summed over devices."""
+        return self.once_s + self.backward_s - self.interference_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +160,7 @@ class StepParts:
         far_s: seconds that no step worth considering takes: what takes a layer's backward out of the rows of devices
             that it does not use. T is exact below it.
         between: nodes that stand for the layers of repeated blocks between the first and the last.
+        micro_batches: of a step; the seconds are of one of them.
     """
 
     nodes: Sequence[NodeParts]
@@ -159,19 +171,23 @@ class StepParts:
     far_s: float
     layers: int
     between: frozenset[int]
+    micro_batches: int = 1
 
 
 def node_totals(parts: StepParts, v: int) -> FloatArray:
-    """Seconds of compute of a layer in all its passes, hidden or not, per option; updates and arrivals included."""
-    own, passes = parts.nodes[v], parts.shape.passes
+    """Seconds of compute of a layer in all its passes and micro-batches, hidden or not, per option; updates and
+    arrivals included."""
+    own, passes, more = parts.nodes[v], parts.shape.passes, parts.micro_batches - 1
     inside = own.pass_forward_s + own.pass_backward_s + own.samples_in_s
-    return own.once_s + own.arrival_s + own.backward_s + own.update_s + passes * inside
+    once = own.once_s + own.arrival_s + own.backward_s + own.update_s
+    return once + more * (own.again_s + own.arrival_s) + passes * inside
 
 
 def edge_totals(parts: StepParts, edge: EdgeParts) -> FloatArray:
-    """Seconds that the values of an edge move in all passes, hidden or not, per pair of options."""
+    """Seconds that the values of an edge move in all passes and micro-batches, hidden or not, per pair of options."""
     several = (moved for moved in (edge.within, edge.inwards, edge.outwards) if moved is not None)
-    return edge.once[0] + edge.once[1] + parts.shape.passes * sum((one[0] + one[1] for one in several), 0.0)
+    once = parts.micro_batches * (edge.once[0] + edge.once[1])
+    return once + parts.shape.passes * sum((one[0] + one[1] for one in several), 0.0)
 
 
 @dataclass(eq=False)
@@ -197,15 +213,16 @@ class _Sum:
 def assembled(parts: StepParts) -> tuple[list[FloatArray], list[FloatArray], tuple[Maximum, ...]]:
     """Costs per node and per edge, and the maxima, of T."""
     shape = parts.shape
-    again = (shape.passes - 1) * (1 - parts.hidden)
+    again, more = (shape.passes - 1) * (1 - parts.hidden), parts.micro_batches - 1
     in_phase = {v for phase in parts.phases for branch in phase for v in branch}
     nodes, edges = [], []
     for v, own in enumerate(parts.nodes):
         once, rest = own.once_s + own.pass_forward_s, own.arrival_s + (1 + again) * own.samples_in_s
-        rest = rest + (0.0 if shape.by_device else own.update_s)
-        nodes.append(rest if v in in_phase else once + rest)
+        rest = rest + (0.0 if shape.by_device else own.update_s) + more * own.arrival_s
+        nodes.append(rest if v in in_phase else once + more * own.again_s + rest)
     for part in parts.edges:
-        cost = part.allowed if part.counted_at in in_phase else part.allowed + part.once[0]
+        once = (1 + more) * part.once[0] + more * part.once[1]
+        cost = part.allowed if part.counted_at in in_phase else part.allowed + once
         cost = cost + part.within[0] if part.within is not None else cost
         for moved in (part.inwards, part.outwards):
             cost = cost + (1 + again) * moved[0] + again * moved[1] if moved is not None else cost
@@ -213,7 +230,11 @@ def assembled(parts: StepParts) -> tuple[list[FloatArray], list[FloatArray], tup
         edges.append(cost + part.outwards[1] if part.outwards is not None else cost)
     maxima: list[Maximum] = []
     for phase in parts.phases:
-        maxima.append(Maximum("forward of branches", tuple(_phase_rows(parts, phase, False)), 1.0))
+        maxima.append(Maximum("forward of branches", tuple(_phase_rows(parts, phase, False)), 1.0 + more))
+        if more:
+            alone = [replace(own, backward_s=own.backward_s - own.interference_s) for own in parts.nodes]
+            rows = _phase_rows(replace(parts, nodes=alone), phase, True)
+            maxima.append(Maximum("backward of branches in micro-batches before", tuple(rows), float(more)))
     if shape.passes > 1:
         for backward in (False, True):
             name = "backward in passes" if backward else "forward in passes"

@@ -43,7 +43,7 @@ def check(plan: Plan, graph: LayerGraph) -> None:
             f"{graph.fingerprint}: layers have other sizes; make a plan for this model with `parplan analyze --out`"
         )
     check_micro_batches(plan, graph)
-    batch, passes = plan.batch // plan.micro_batches, stages(graph, plan.layers, plan.scheme).passes
+    batch, passes = plan.micro_batch, stages(graph, plan.layers, plan.scheme).passes
     for name, strategy in plan.layers.items():
         layer = graph.layers[name]
         rules.r6_devices(name, strategy.replicas, strategy.shards, strategy.devices, plan.devices)
@@ -92,7 +92,7 @@ def uneven_replicas(plan: Plan, graph: LayerGraph) -> tuple[int, ...]:
 
 
 def _uneven(plan: Plan, layer: Layer) -> bool:
-    return layer.batch is not None and not layer.constant and plan.batch % plan.layers[layer.name].replicas != 0
+    return layer.batch is not None and not layer.constant and plan.micro_batch % plan.layers[layer.name].replicas != 0
 
 
 def _strict_rules(plan: Plan, graph: LayerGraph, name: str) -> Iterator[Callable[[], None]]:
@@ -113,7 +113,7 @@ def bends(plan: Plan, graph: LayerGraph, name: str) -> tuple[str, ...]:
     """The strict rules that transfers, unequal parts of the batch or exchanges bend at this layer ("R4: ...")."""
     replicas = plan.layers[name].replicas
     uneven = _uneven(plan, graph.layers[name])
-    found = [f"R1: {rules.parts_words(plan.batch, replicas)} samples"] if uneven else []
+    found = [f"R1: {rules.parts_words(plan.micro_batch, replicas)} samples"] if uneven else []
     for check_rule in _strict_rules(plan, graph, name):
         try:
             check_rule()

@@ -139,8 +139,8 @@ class _StepTasks:
         self._of_pass: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # compute of every pass
         self._crossed: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # transfers over the boundary for it
 
-    def all(self) -> tuple[Part, ...]:
-        """All tasks of a step."""
+    def all(self, last: bool = True) -> tuple[Part, ...]:
+        """All tasks of a step, or of one of its micro-batches: the last one sums gradients and updates."""
         priced, staged = self.priced, self.priced.program.staged
         between = any(layer.passes > 1 and layer.period < layer.passes for layer in priced.layers.values())
         one_f_one_b = between if priced.policy.one_f_one_b is None else priced.policy.one_f_one_b
@@ -149,8 +149,9 @@ class _StepTasks:
         else:
             self.walk(priced.program.forward, Kind.FORWARD)
             self.begun = self.gate(range(len(self.found)))  # the loss needs all results, and gradients need the loss
-            self.walk(priced.program.backward, Kind.BACKWARD)
-        self.update(list(priced.layers.values()))
+            self.walk(priced.program.backward, Kind.BACKWARD, None if last else frozenset())
+        if last:
+            self.update(list(priced.layers.values()))
         for device, held in enumerate(self._held):
             self.add(Kind.OVERHEAD, "", priced.overhead_s, _lane(Lane.COMPUTE, (device,)), held, None, (device,))
         return tuple(self.found)
@@ -307,6 +308,10 @@ class _StepTasks:
         return found
 
 
-def step_parts(priced: PricedProgram) -> tuple[Part, ...]:
-    """Everything there is to do in one training step, in the order of the program."""
-    return _StepTasks(priced).all()
+def step_parts(priced: PricedProgram, last: bool = True) -> tuple[Part, ...]:
+    """Everything there is to do in one training step, in the order of the program.
+
+    Args:
+        last: False: in a micro-batch behind which others come.
+    """
+    return _StepTasks(priced).all(last)

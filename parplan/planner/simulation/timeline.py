@@ -12,6 +12,7 @@ and the layers behind a boundary run in passes, the samples of one pass on their
   for the share that StepCost.overlap takes from compute, which is all of it on processors that also carry.
 - All passes go forward before any goes back (a plain `loss.backward()`), or each goes back at once (`one_f_one_b`, as
   `train_step` does it where weights are updated between passes).
+- Micro-batches follow one another, and the last one sums gradients and updates.
 - Gradient sums are on their own way beside the backward, except for the share that StepCost.overlap takes from it.
 - Updates and the runtime's own time come last, on each device after its backward and its sums.
 
@@ -23,7 +24,7 @@ on every device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parplan.cluster import Cluster
@@ -43,7 +44,7 @@ class Activity:
 
     Args:
         what: the layer or value; empty for a device's updates and overhead.
-        number: the pass, None for what happens once.
+        number: the pass or micro-batch, None for what happens once.
     """
 
     kind: Kind
@@ -147,5 +148,26 @@ def simulate(
         PlanError: the plan's scheme asks for passes that cannot be.
     """
     program = lowered(graph, plan, cluster)
-    parts = step_parts(priced(graph, program, costs, policy))
-    return Timeline(parts, schedule(parts), program.devices)
+    work = priced(graph, program, costs, policy)
+    parts = step_parts(work)
+    last, count = Timeline(parts, schedule(parts), program.devices), costs.step.micro_batches
+    if count == 1:
+        return last
+    parts = step_parts(work, last=False)
+    return _one_after_another([Timeline(parts, schedule(parts), program.devices)] * (count - 1) + [last])
+
+
+def _one_after_another(timelines: Sequence[Timeline]) -> Timeline:
+    """The micro-batches of a step as one timeline: each begins when the one before is done."""
+    parts, spans = list[Part](), list[Span]()
+    begin_s, before = 0.0, NOTHING  # the end of the micro-batch before, and its task that ended last
+    for number, one in enumerate(timelines):
+        offset = len(parts)
+        parts += (replace(part, number=number) for part in one.parts)
+        for span in one.spans:
+            alone = span.critical_predecessor == NOTHING
+            first = before if alone else span.critical_predecessor + offset
+            spans.append(Span(begin_s + span.start_s, begin_s + span.end_s, first))
+        before = max(range(offset, len(parts)), key=lambda index: spans[index].end_s)
+        begin_s += one.step_s
+    return Timeline(tuple(parts), tuple(spans), timelines[0].device_count)

@@ -77,7 +77,13 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
         "plan-net": "Net", "plan-step": "Step", "plan-memory": "Memory", "plan-others": "Other plans",
         "plan-layers": "Layers", "plan-sources": "Proof and sources", "plan-again": "Repeat",
     }  # fmt: skip
-    facts = [f"{decision.parameters:,} parameters", f"batch {plan.batch:,}", decision.precision, decision.optimizer]
+    several = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    facts = [
+        f"{decision.parameters:,} parameters",
+        f"batch {plan.batch:,}{several}",
+        decision.precision,
+        decision.optimizer,
+    ]
     facts += [] if plan.rules == "default" else [f"{plan.rules} rules"]
     if decision.passes is not None and decision.passes.count > 1:
         facts.append(f"{plan.scheme.value}, {decision.passes.count} passes")

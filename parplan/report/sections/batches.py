@@ -1,13 +1,13 @@
-"""The batches that one was chosen from: what a step of each takes, and where memory ends."""
+"""The batches, or micro-batches, that one was chosen from: what a step of each takes, and where memory ends."""
 
 from __future__ import annotations
 
 from parplan.planner.batch_size import FLAT
-from parplan.planner.decision import BatchTried, Decision
+from parplan.planner.decision import BatchTried, Decision, MicroBatchesTried
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
 
-__all__ = ["print_batches"]
+__all__ = ["print_batches", "print_micro_batches"]
 
 
 def print_batches(page: Page, decision: Decision) -> None:
@@ -31,3 +31,26 @@ def print_batches(page: Page, decision: Decision) -> None:
     page.paragraph("Plans in one pass; for the chosen batch those in passes and side by side too.", style="dim")
     if all(one.fits for one in tried):
         page.paragraph(f"Larger ones would fit, but two doublings in a row brought less than {FLAT:.0%}.", style="dim")
+
+
+def print_micro_batches(page: Page, decision: Decision) -> None:
+    """Print a line for every number of micro-batches that was compared, the plan's in bold."""
+    tried = decision.micro_batches
+    times = units.time_column(one.step_s for one in tried if one.step_s is not None)
+    sizes = units.size([one.memory_bytes for one in tried if one.memory_bytes is not None])
+
+    def row(one: MicroBatchesTried) -> TableRow:
+        step = times.text(one.step_s) if one.step_s is not None and one.fits else ""
+        memory = "" if one.memory_bytes is None else sizes.text(one.memory_bytes)
+        figures = (str(one.count), f"{decision.plan.batch // one.count:,}", step, memory)
+        if one.count == decision.plan.micro_batches:
+            return TableRow("", figures, [Styled("chosen", "bold green")], "bold")
+        nearest = "no plan fits" if one.memory_bytes is None else "does not fit"
+        remark = (
+            Styled("" if one.step_s is not None else "none is faster", "dim") if one.fits else Styled(nearest, "red")
+        )
+        return TableRow("", figures, [remark])
+
+    page.section("Micro-batches", "one after another; memory on the fullest device")
+    columns = ("micro-batches", "samples", "step", "memory")
+    page.table([Column(heading) for heading in columns], [row(one) for one in tried])

@@ -40,7 +40,9 @@ def print_baselines(page: Page, decision: Decision) -> None:
         name = f"{one.name} ({one.on})" if one.on else one.name
         return TableRow(name, figures, [baseline_remark(decision, one)], "bold" if one is rows[0] else "")
 
-    page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
+    several = decision.plan.micro_batches > 1
+    same = f"same model, {'micro-batches' if several else 'batch'} and costs"
+    page.section("Against other plans", f"{same}; memory on the fullest device")
     page.table([Column("step"), Column("vs this"), Column("memory")], [row(one) for one in rows])
     page.blank()
     page.paragraph(decision.advice, first="Advice: ", first_style="bold green")

@@ -101,13 +101,16 @@ def _use(decision: Decision) -> str:
         return decision.advice.removeprefix("Use ").removesuffix(".")
     used, count, kind = _used(decision), decision.cluster.count, kind_of_plan(decision)
     where = f" on {used if used < count else 'all ' + str(used)} devices"
+    several = decision.plan.micro_batches
+    parts = f" in {several} micro-batches" if several > 1 else ""
     if same is None:
-        return f"this plan{where if used > 1 else ' on one device' if count > 1 else ''}, {kind}"
+        return f"this plan{where if used > 1 else ' on one device' if count > 1 else ''}{parts}, {kind}"
     if used == 1:
         on = f" ({same.on})" if same.on else ""
-        return f"one device{on}{', more of them are not faster' if count > 1 and not decision.proof.simpler else ''}"
+        more = ", more of them are not faster" if count > 1 and not decision.proof.simpler else ""
+        return f"one device{on}{parts}{more}"
     _, colon, ways = kind.partition(": ")
-    return f"{same.name.replace('pure', 'plain')}{where}{colon}{ways}"
+    return f"{same.name.replace('pure', 'plain')}{where}{parts}{colon}{ways}"
 
 
 def kind_of_plan(decision: Decision) -> str:

@@ -55,7 +55,11 @@ def test_tries_less_memory_and_keeps_the_nearest(excess: list[int], monkeypatch:
     assert (closest is None) == (not short)
     if closest is not None:
         assert (closest.lacking_bytes, closest.choice) == (min(short) * GIB, choices[excess.index(min(short))])
-    assert [problem.limits[0] for problem in asked] == [max(0, limit - sum(tried[:n]) * GIB) for n in range(len(tried))]
+    # Less by what is lacking than the limit, and than what the plan before takes without its transfers.
+    limits = [float(limit)]
+    for choice, lacks in zip(choices, tried[:-1], strict=False):
+        limits.append(max(0.0, min(limits[-1], formulation.device_peaks(choice, 2)[0]) - lacks * GIB))
+    assert [problem.limits[0] for problem in asked] == limits
 
 
 def costs_key(layers: Mapping[str, Strategy]) -> tuple[Strategy, ...]:

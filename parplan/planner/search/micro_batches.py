@@ -1,0 +1,223 @@
+"""The number of micro-batches: more than one where memory leaves no plan of the whole batch, or keeps it slow.
+
+More micro-batches hold fewer activations at a time and never compute faster, as each is a smaller batch. So numbers
+that divide the batch are tried upwards, doubled until a plan fits and then those between, and no further than memory
+makes a difference: until the best plan would be no faster with all the memory it wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from parplan.errors import CaptureError, InfeasiblePlan, PlanError
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import fold
+from parplan.lowering.micro_batches import equal_size
+from parplan.planner.decision import MicroBatchesTried, PricedGraph
+from parplan.planner.search.context import Case, fits, plain
+from parplan.planner.search.select import ANYWHERE, Found, NothingFaster, ShapeSearch
+from parplan.planner.search_space.pin_search import Questions, masked
+from parplan.planner.search_space.rules import divisors
+from parplan.planner.search_space.strategies import offers_uneven
+from parplan.planner.solver.problem import Status
+from parplan.planner.solver.solve import GAP, solve
+
+__all__ = ["MicroBatched", "Searched", "searched"]
+
+MicroBatched = Callable[[int], PricedGraph]
+"""The graph at the size of one of so many micro-batches, with its costs; CaptureError where there is no such graph."""
+
+LEAST_GAIN = 1e-3
+"""Part of a step that all the memory there could be has to gain, for more micro-batches to be tried."""
+
+UNBOUND = 0.2
+"""Part of the time left for finding out what more memory would gain: it is refuted in most cases."""
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A search that ended with a plan, and the numbers of micro-batches that were compared."""
+
+    search: ShapeSearch
+    found: Found
+    tried: tuple[MicroBatchesTried, ...] = ()
+
+    @property
+    def case(self) -> Case:
+        """The model at the size of the plan's micro-batches."""
+        return self.search.case
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether the plan fits with its transfers; else it is the nearest to that."""
+        case = self.case
+        return fits(case.graph, case.cluster, case.costs, plain(self.found.plan))
+
+    @property
+    def fastest_s(self) -> float:
+        """Seconds of the fastest plan, where a simpler one is taken."""
+        proof = self.found.proof
+        return proof.objective if proof.simpler is None else proof.simpler.fastest_s
+
+    @cached_property
+    def held_up(self) -> bool:
+        """Whether a plan of as many micro-batches would be faster if devices had all the memory it wants."""
+        search, case = self.search, self.case
+        formulation, wanted = search.one_pass(), 0.0
+        for index, options in enumerate(formulation.options):
+            wanted += formulation.times(index) * max(own.memory.most_bytes for own in options)
+        if wanted <= min(device.memory_bytes for device in case.cluster.devices):
+            return False
+        problem = masked(formulation, search.asked.whole)
+        free = replace(problem, limits=(inf,) * len(problem.limits))
+        cutoff_s = (1 - LEAST_GAIN) * self.fastest_s
+        return (
+            case.deadline.watched(solve(free, case.deadline.part_s(UNBOUND), cutoff=cutoff_s, refute=True)).status
+            is not Status.INFEASIBLE
+        )
+
+
+def searched(
+    case: Case, questions: Callable[[LayerGraph], Questions], micro_batched: MicroBatched | None = None
+) -> Searched:
+    """The fastest plan of a case, in more micro-batches where memory asks for them.
+
+    Args:
+        questions: about pins, of the graph at the size of a micro-batch.
+        micro_batched: None: with the case's own number of micro-batches.
+
+    Raises:
+        InfeasiblePlan, PinError, PlanError: there is no plan.
+    """
+    counts = _Counts(case, questions, micro_batched)
+    least = 1
+    # Equal blocks apart only where they fit alike in no number of micro-batches: that takes ten times as long.
+    for count, alike in ((count, alike) for alike in (True, False) for count in counts.doubled):
+        least = 1 if count == 1 else least
+        if counts.attempt(count, alike):
+            break
+        least = count
+    for count in (n for n in counts.every if counts.best is not None and least < n < counts.count):
+        counts.attempt(count)
+    for count in (n for n in counts.doubled if counts.best is not None and n > counts.count):
+        if not (counts.best is not None and counts.best.held_up and counts.attempt(count)):
+            break
+    return counts.found()
+
+
+class _Counts:
+    """The numbers of micro-batches that are compared, and the best plan so far.
+
+    Attributes:
+        every, doubled: numbers that may be tried, and those of them that at least double the one before.
+        why: the reason for which there can be no more than one micro-batch, once more were asked for.
+    """
+
+    def __init__(
+        self, case: Case, questions: Callable[[LayerGraph], Questions], micro_batched: MicroBatched | None
+    ) -> None:
+        request = case.request
+        given = request.plan is not None or request.scheme not in ("auto", "gather")
+        given = given or not case.graph.training or any(pin.update_period for pin in request.pins)
+        self._case, self._questions = case, questions
+        self._micro_batched = None if given else micro_batched
+        self._searches: dict[int, ShapeSearch] = {}
+        self._nearest: Searched | None = None  # the plan of the whole batch that lacks least
+        self._error: InfeasiblePlan | None = None
+        self._tried: dict[int, MicroBatchesTried] = {}
+        self._bound_s = inf  # of plans in numbers of micro-batches of which none was found to fit, nor proven not to
+        self.best: Searched | None = None
+        self.why = ""
+        self.every = (1,) if self._micro_batched is None else divisors(case.graph.batch or 1)
+        self.doubled = [1]
+        for count in self.every:
+            if count >= 2 * self.doubled[-1]:
+                self.doubled.append(count)
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of the best plan."""
+        return 1 if self.best is None else self.best.found.plan.micro_batches
+
+    def attempt(self, count: int, alike: bool = True) -> bool:
+        """Whether a plan of so many micro-batches fits and is faster than the best one.
+
+        Args:
+            alike: with equal blocks alike, where they may be; False: apart, where that was not tried.
+        """
+        below_s = self.best.fastest_s if self.best is not None else inf
+        try:
+            search = self._search(count, alike)
+            if search is None:
+                return False
+            own = Searched(search, search.best(search.asked.whole, below_s=below_s))
+        except InfeasiblePlan as reason:
+            self._error = reason
+            self._tried[count] = MicroBatchesTried(count, None, None, isinstance(reason, NothingFaster))
+            return False
+        step_s, memory_bytes = own.found.proof.objective, max(_peaks(own))
+        self._tried[count] = MicroBatchesTried(count, step_s, memory_bytes, own.fits)
+        if own.fits and own.fastest_s < below_s:
+            self.best = own
+        elif count == 1:
+            self._nearest = own
+        if not own.fits:
+            self._bound_s = min(self._bound_s, own.found.proof.bound)
+        return self.best is own
+
+    def _search(self, count: int, alike: bool) -> ShapeSearch | None:
+        """The search over the plans of so many micro-batches; None where there are none, or none more."""
+        case = self._case
+        if count > 1:
+            assert self._micro_batched is not None
+            try:
+                equal_size(case.graph, count)
+                own = self._micro_batched(count)
+            except (CaptureError, PlanError) as reason:
+                self.why = str(reason).partition(";")[0]
+                return None
+            blocks = fold(own.graph) if case.fold is not None else None
+            uneven = case.uneven and offers_uneven(own.graph.batch, case.cluster)
+            case = replace(case, graph=own.graph, costs=own.costs, fold=blocks, uneven=uneven, steps_s={})
+        pins = self._questions(case.graph)
+        said = [by for pinned in (pins.whole, *pins.parts.values()) for by in (pinned.allowed, pinned.periods)]
+        if case.fold is not None and not all(map(case.fold.treated_alike, said)):
+            case = replace(case, fold=None)
+        if alike:
+            self._searches[count] = ShapeSearch(case, pins)
+            return self._searches[count]
+        # On the first devices, layers that hold as little as they may can do so alike; on others they need not be.
+        tried = self._searches.get(count)
+        if tried is None or case.fold is None or case.cluster.count > ANYWHERE or tried.lacking_bytes() > 0:
+            return None
+        return ShapeSearch(replace(case, fold=None), pins)
+
+    def found(self) -> Searched:
+        """The best plan; where none fits, the nearest of the whole batch, which `decide` refuses with its numbers.
+
+        Raises:
+            InfeasiblePlan: there is none.
+        """
+        best, most = self.best or self._nearest, max(self._tried, default=1)
+        if best is None:
+            assert self._error is not None
+            more = f"\n  this is of {most} micro-batches; fewer need more memory" if most > 1 else ""
+            more = f"\n  it cannot be cut into micro-batches: {self.why}" if self.why else more
+            raise type(self._error)(f"{self._error}{more}") from self._error
+        tried = tuple(self._tried[count] for count in sorted(self._tried))
+        proof = best.found.proof
+        if self.best is not None and self._bound_s < proof.bound:
+            gap = 1 - self._bound_s / proof.objective
+            status = (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value
+            proof = replace(proof, bound=self._bound_s, gap=gap, status=status)
+        return replace(best, found=replace(best.found, proof=proof), tried=tried if len(tried) > 1 else ())
+
+
+def _peaks(own: Searched) -> tuple[int, ...]:
+    """Bytes that every device takes at most."""
+    case = own.case
+    peaks = case.costs.peaks(own.found.plan.layers)
+    return peaks or own.found.formulation.device_peaks(own.found.choice, case.cluster.count)
