@@ -168,9 +168,9 @@ def _draw_legend(root: Element, keys: Sequence[Key], y: float) -> None:
 
 
 def block_words(block: Block) -> str:
-    """The name of an activity: layer or value, kind, and pass."""
+    """The name of an activity: layer or value, kind, and micro-batch (of passes, the samples of one)."""
     what = visible(block.what) or (f"{block.count} activities" if block.count > 1 else "")
-    number = f"pass {block.number + 1}" if block.number is not None else ""
+    number = f"micro-batch {block.number + 1}" if block.number is not None else ""
     kind = f"{'waits for ' * block.waiting}{COLOURS[block.kind.value].words}"
     return " · ".join(filter(None, (what, kind, number)))
 

@@ -109,7 +109,7 @@ def predicted_spans(
             for block in lane.blocks:
                 category = f"wait for {block.kind.value}" if block.waiting else block.kind.value
                 details: dict[str, object] = {"of": visible(block.what)}
-                details |= {} if block.number is None else {"pass": block.number + 1}
+                details |= {} if block.number is None else {"micro_batch": block.number + 1}
                 if block.part is not None:
                     details |= _carried(timeline.parts[block.part], block, lane.lane, one.devices[0], sums)
                 joined = arrows.get((block.part, one.devices[0], lane.lane), ())

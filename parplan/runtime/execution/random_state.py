@@ -45,6 +45,7 @@ _SWITCHES: dict[Any, int] = {
 }
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that seeds of different places differ
 _SEEDS = 1 << 63
+_MOST_RANKS = 1 << 20
 
 
 class SeededOps:
@@ -78,7 +79,8 @@ class SeededOps:
 
     def own_draws(self, places: Iterable[torch.device]) -> OwnDraws:
         """The stream that this process draws from in one forward, on devices that live in `places`."""
-        seed = (self.local_seed - (self._rank + 1) * _STRIDE) % _SEEDS  # places of ops count upwards from the seed
+        place = self.micro_batch * _MOST_RANKS + self._rank + 1
+        seed = (self.local_seed - place * _STRIDE) % _SEEDS  # places of ops count upwards from the seed
         return OwnDraws(seed if self.apart else None, places)
 
     def apply(self, code: fx.GraphModule, part: LocalLayer, row: int) -> None:

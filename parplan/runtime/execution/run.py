@@ -90,6 +90,7 @@ class Run:
         parameters: those that take gradients, by placeholder.
         kept: slots that are not dropped after their last reader.
         once: graphs are freed by the first backward, whatever autograd is asked for.
+        micro_batch: its number in the step, so that each draws other random numbers.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Run:
         parameters: tuple[str, ...],
         kept: Set[str] = frozenset(),
         once: bool = False,
+        micro_batch: int = 0,
     ) -> None:
         self.inputs = inputs
         self.parameters = parameters
@@ -113,6 +115,7 @@ class Run:
         self._reached: Set[str] | None = None  # slots that have a gradient in some process; None: all
         self._touched: set[str] = set()  # parameters that this process has a gradient of
         self._kept = kept
+        self._micro_batch = executor.seeded.micro_batch = micro_batch
         self._random_state = executor.own_draws()
         self._late: dict[str, Tensor] = {}  # values of buffers that are assigned when the call is over
 
@@ -168,7 +171,7 @@ class Run:
         elif isinstance(step, Join):
             self._join(parts, step.sources, step.target, step)
         else:
-            executor.seeded.micro_batch = step.pass_number or 0
+            executor.seeded.micro_batch = self._micro_batch if step.pass_number is None else step.pass_number
             executor.each(step, partial(self._compute, step, parts=parts, record=record))
             executor.done(step)
         for slot in executor.last_reads[id(step)]:
@@ -279,14 +282,28 @@ class Run:
 
     def backward(self, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs and of the parameters, from those of the results (None counts as zero)."""
-        self._recorder.runtime()
         self._frees = not keeps_graph()
+        sums = Gradients(self._executor.store, self._transport, self._recorder)
+        given = self.go_back(outputs, sums)
+        # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
+        totals = sums.totals(self.parameters, touched=self._touched if self._reached is not None else None)
+        self._transport.ready_on(self._executor.deliver_from)
+        return [*given, *totals.values()]
+
+    def go_back(self, outputs: Sequence[Tensor | None], sums: Gradients, last: bool = True) -> list[Tensor | None]:
+        """Gradients of the inputs, from those of the results (None counts as zero); those of the parameters are added.
+
+        Args:
+            sums: of the parameters' gradients.
+            last: all gradients are there with this backward, and are summed over devices.
+        """
+        self._recorder.runtime()
         self._reached, self._touched = self._reached_slots(outputs), set()
         grads = SlotParts(self._transport, self._recorder)
-        sums = Gradients(self._executor.store, self._transport, self._recorder)
         self.take_outputs(self._program.outputs, outputs, grads)
         self._transport.begin()
-        self.go_backward(self._program.backward, grads, sums)
+        steps = self._program.backward if last else (s for s in self._program.backward if not isinstance(s, Reduce))
+        self.go_backward(steps, grads, sums)
         sums.arrive()
         given = [self._input_gradient(name, grads) for name in self.inputs]
         with self._recorder.sends:
@@ -296,10 +313,7 @@ class Run:
             if gradient is not None:
                 self._transport.used_here(gradient)
                 given[number] = gradient.to(place)
-        # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
-        totals = sums.totals(self.parameters, touched=self._touched if self._reached is not None else None)
-        self._transport.ready_on(self._executor.deliver_from)
-        return [*given, *totals.values()]
+        return given
 
     def _reached_slots(self, outputs: Sequence[Tensor | None]) -> Set[str] | None:
         """Slots that have a gradient in some process, where the losses of all leave a result out; None: all slots."""

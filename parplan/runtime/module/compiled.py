@@ -26,10 +26,12 @@ from parplan.plan import Plan
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.execution.dispatch import ThreadsOption
 from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.micro_batch_run import run_with_loss
 from parplan.runtime.execution.program_function import run_program
 from parplan.runtime.measurement.measure import MeasuredModel, StepRecorder, StepsToRun, measure
 from parplan.runtime.measurement.measured_step import MeasuredStep
 from parplan.runtime.measurement.predicted import Expected
+from parplan.runtime.module.micro_batches import Parts, parts_of
 from parplan.runtime.module.own_samples import watched
 from parplan.runtime.module.plain_evaluation import PlainEvaluation
 from parplan.runtime.module.train_step import (
@@ -44,8 +46,9 @@ from parplan.runtime.module.train_step import (
 from parplan.runtime.module.wrapper import Wrapped
 from parplan.runtime.preserve_state import preserved_generators, preserved_modes
 from parplan.runtime.programs.captures import Captures, Planner
+from parplan.runtime.programs.planned_memory import warn_of_whole_batch
 from parplan.runtime.programs.program_cache import Captured, Options
-from parplan.runtime.programs.rank_agreement import come_together, exchange_facts
+from parplan.runtime.programs.rank_agreement import Agreement, come_together, exchange_facts
 from parplan.runtime.self_check.check import CheckRecord, SelfCheck
 from parplan.runtime.self_check.checked_step import begin_forward, end_forward
 from parplan.runtime.sharded_state.cutting import Sharding, same_start
@@ -168,12 +171,11 @@ class Compiled(Wrapped):
     def train_step(
         self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer
     ) -> Tensor:
-        """One training step, with every weight updated as often as the plan says (`update_period`).
+        """One training step, in the micro-batches and with the updates (`update_period`) that the plan says.
 
-        Where the plan updates all weights once this is the usual loop: `zero_grad()`, forward, loss, `backward()`,
-        `step()`. Else every pass goes forward and backward by itself (runtime/module/train_step.py), `loss_fn` is
-        called with each pass's results and targets and has to be a mean over samples, and gradient hooks of parameters
-        do not run.
+        Where it has neither this is the usual loop: `zero_grad()`, forward, loss, `backward()`, `step()`. Else every
+        micro-batch, or pass, goes forward and backward by itself (runtime/module/train_step.py), `loss_fn` is called
+        with its results and targets and has to be a mean over samples, and gradient hooks of parameters do not run.
 
         Args:
             inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
@@ -195,66 +197,91 @@ class Compiled(Wrapped):
         check_training(self.module, loss_fn, optimizer)
         args, kwargs = arguments(inputs)
         call = ModelCall.of(args, kwargs, self._dim)
-        step = self._staged(call, targets, loss_fn, optimizer)
-        if step is not None:
-            return step
+        loss = self._train_in_parts(call, targets, loss_fn, optimizer)
+        if loss is not None:
+            return loss
         optimizer.zero_grad()
         loss = checked_loss(loss_fn(self(*args, **kwargs), targets))
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    def _staged(
+    def _train_in_parts(
         self, call: ModelCall, targets: Any, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer
     ) -> Tensor | None:
-        """The loss of a step whose passes are updated at different moments; None where all weights are updated once."""
+        """The loss of a step in micro-batches, or in passes that are updated at different moments; None where there are
+        neither."""
         captured = self._find(call)
-        early = captured.early_periods
-        if not early:
+        early, several = captured.early_periods, captured.micro_batches > 1
+        if not early and not several:
             return None
         check_staged(self, self.module, call)
-        executor = self._ready(call, captured)
-        graph, program = captured.graph, executor.program
-        found = moments(captured, program.staged, early)
-        assert program.staged is not None  # else there are no moments
-        axes = sample_axes(graph, call.dim)
+        parts = self._parts(call, captured) if several else None
+        executor, graph = self._ready(call, captured) if parts is None else parts.executor, captured.graph
+        program = executor.program
+        found = moments(captured, program.staged, early) if parts is None else ()
         step = StagedStep(
             executor,
             lambda r: self._nested(graph, program, r, call),
             targets,
             call.batch or 1,
-            axes,
+            sample_axes(graph, call.dim),
             loss_fn,
             optimizer,
         )
         self._begins(graph)
-        loss = step.run(program.staged, call.named(graph.user_inputs), found)
+        if parts is not None:
+            loss = step.run_in_micro_batches(parts.micro_batches, parts.ranges, check=not captured.mean_loss)
+            captured.mean_loss = True
+        else:
+            assert program.staged is not None  # else there are no moments
+            loss = step.run(program.staged, call.named(graph.user_inputs), found)
         end_forward(self.module, graph)
         return loss
 
+    def _parts(self, call: ModelCall, captured: Captured) -> Parts:
+        """The micro-batches of a call that all processes are ready for."""
+        parts = parts_of(self._programs, captured, call, self._agreed(call, captured).samples, self._transport)
+        self.program = parts.executor.program
+        return parts
+
     def _follow(self, call: ModelCall, recorder: StepRecorder | None = None) -> Any:
         captured = self._find(call)
-        executor = self._ready(call, captured)
-        if recorder is not None:
-            executor = recorder.executor(executor)
-        self._begins(captured.graph)
-        results = run_program(executor, call.named(captured.graph.user_inputs))
-        end_forward(self.module, captured.graph)
-        return self._nested(captured.graph, executor.program, results, call)
+        graph, inputs = captured.graph, call.named(captured.graph.user_inputs)
+        several = captured.micro_batches > 1 and torch.is_grad_enabled()
+        if several and recorder is not None:
+            raise RuntimeFailure(
+                f"the plan has {captured.micro_batches} micro-batches, which measure() cannot time yet"
+            )
+        if several and captured.loss is not None:
+            parts = self._parts(call, captured)
+            self._begins(graph)
+            results = run_with_loss(parts.with_loss(captured, self._given["scalars"] == "whole"), inputs)
+        else:
+            if several and not captured.warned:
+                warn_of_whole_batch(captured.micro_batches)
+                captured.warned = True
+            executor = self._ready(call, captured)
+            executor = executor if recorder is None else recorder.executor(executor)
+            self._begins(graph)
+            results = run_program(executor, inputs)
+        end_forward(self.module, graph)
+        assert self.program is not None  # set with the executor
+        return self._nested(graph, self.program, results, call)
 
     def _ready(self, call: ModelCall, captured: Captured) -> Executor:
         """The executor of a graph for these samples, compared with the plain module; ranks' buffers are equal."""
+        executor = self._programs.executor(captured, self._agreed(call, captured).samples)
+        self.program = executor.program
+        return executor
+
+    def _agreed(self, call: ModelCall, captured: Captured) -> Agreement:
+        """What all processes know of a call, in front of which it was compared with the plain module if need be."""
         sync = self._programs.sync
         if captured.exchanges or (sync is not None and sync.stale):
             come_together(self._transport, self.training)
         wanted = self._self_check.wants(captured)
-        checks = captured.graph.checks
-        if call.batch != captured.graph.batch and any(check.fixed for check in checks):
-            raise RuntimeFailure(
-                f"an assertion on inputs has sizes of the whole batch, {captured.graph.batch} samples, of which this "
-                f"process has {call.batch}; check inputs in front of the model\n  at {checks[0].line}"
-            )
-        refused = next((check for check in checks if not check.holds(call.leaves)), None)
+        refused = captured.refused(call)
         if refused is not None:
             if captured.exchanges and self._transport.processes > 1:
                 exchange_facts(self._transport, call, captured, wanted, refused=True)
@@ -269,9 +296,7 @@ class Compiled(Wrapped):
         if wanted:
             self._self_check.before(call, captured, self.training, agreement)
         self._programs.hold(captured)  # at the first step only now: the plain module runs with whole parameters
-        executor = self._programs.executor(captured, agreement.samples)
-        self.program = executor.program
-        return executor
+        return agreement
 
     def while_planning(self, progress: AbstractContextManager[Any]) -> None:
         """Have the first capture and planning run inside of `progress`, whose `phase` is told what is done."""
@@ -383,7 +408,7 @@ class Compiled(Wrapped):
 
     def _nested(self, graph: LayerGraph, program: Program, results: Sequence[Tensor], call: ModelCall) -> Any:
         tensors = []
-        for slot, result in zip(program.outputs, results, strict=True):
+        for slot, result in zip(program.outputs, results, strict=False):  # what samples count may come behind them
             own = program.slots[slot].per_replica and self._transport.processes > 1
             result = result.squeeze(0) if own else result
             tensors.append(result if self._output_device is None else result.to(self._output_device))

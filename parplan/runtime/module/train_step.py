@@ -28,10 +28,11 @@ from parplan.compat import pytree
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range
-from parplan.lowering.program import OnePass, Staged
+from parplan.lowering.program import OnePass, Slot, Staged
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.compat import gradient_hooks
 from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.micro_batch_run import MicroBatch, run_micro_batches
 from parplan.runtime.execution.staged_run import Moment, run_passes
 from parplan.runtime.preserve_state import without_gradients
 from parplan.runtime.programs.program_cache import Captured
@@ -40,6 +41,12 @@ from parplan.runtime.programs.sample_axes import SampleAxis, result_axis
 __all__ = [
     "StagedStep", "arguments", "check_staged", "check_training", "checked_loss", "moments", "sample_axes",
 ]  # fmt: skip
+
+_PARTS = "weights are updated between passes or a step has micro-batches"
+_WHOLE = "take update_period and micro_batches out of the plan"
+
+# How far the loss of two micro-batches may be off the mean of theirs: sums of another order, in this type.
+_MEAN_WITHIN = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -74,7 +81,7 @@ def check_training(module: nn.Module, loss_fn: Loss, optimizer: torch.optim.Opti
 
 
 def check_staged(model: nn.Module, module: nn.Module, call: ModelCall) -> None:
-    """Refuse what needs a whole step, where weights are updated between passes.
+    """Refuse what needs a whole step, where weights are updated between passes, or a step has micro-batches.
 
     Args:
         model: the compiled one, and `module` the user's.
@@ -84,19 +91,18 @@ def check_staged(model: nn.Module, module: nn.Module, call: ModelCall) -> None:
     """
     if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
         raise RuntimeFailure(
-            "hooks of the compiled model itself see whole batches, which there are none of where weights are "
-            "updated between passes; put them on model.module, or take update_period out of the plan"
+            f"hooks of the compiled model itself see whole batches, which there are none of where {_PARTS}; put them "
+            f"on model.module, or {_WHOLE}"
         )
     hooked = [name for name, parameter in module.named_parameters() if gradient_hooks(parameter)]
     if hooked:
         raise RuntimeFailure(
-            f"{hooked[0]} has a gradient hook, which would see the gradient of some passes only where weights are "
-            "updated between passes; remove it, or take update_period out of the plan"
+            f"{hooked[0]} has a gradient hook, which would see the gradient of a part only where {_PARTS}; remove it, "
+            f"or {_WHOLE}"
         )
     if any(tensor.requires_grad for tensor in call.tensors):
         raise RuntimeFailure(
-            "an input needs a gradient, which there is none of where weights are updated between passes; give it "
-            "detached, or take update_period out of the plan"
+            f"an input needs a gradient, which train_step has none of where {_PARTS}; give it detached, or {_WHOLE}"
         )
 
 
@@ -149,7 +155,8 @@ def sample_axes(graph: LayerGraph, dim: int) -> tuple[SampleAxis, ...]:
 
 @dataclass(frozen=True)
 class StagedStep:
-    """A step whose passes are updated at different moments: the user's side of `run_passes`.
+    """A step in parts, passes or micro-batches, each of which has its own loss: the user's side of `run_passes` and of
+    `run_micro_batches`.
 
     Args:
         executor: whose program is staged.
@@ -176,29 +183,89 @@ class StagedStep:
             self.executor,
             inputs,
             staged,
-            lambda number, results: self._gradients(staged.passes[number], results),
+            lambda number, results: self._of_pass(staged.passes[number], results),
             moments,
             self._update,
         )
+        return self._loss()
+
+    def run_in_micro_batches(
+        self, micro_batches: Sequence[MicroBatch], ranges: Sequence[Range], check: bool = False
+    ) -> Tensor:
+        """Run the step, of which each micro-batch has a range of this process's samples; this process's mean loss.
+
+        Args:
+            check: compare the loss of the first two together with those of each, before anything is updated.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        first: list[tuple[list[Tensor], Tensor]] = []
+
+        def gradients(number: int, results: list[Tensor]) -> list[Tensor | None]:
+            program = micro_batches[number].executor.program
+            found = self._gradients((ranges[number],), results, [program.slots[slot] for slot in program.outputs])
+            if check and number < 2 and len(ranges[number]):
+                first.append((results, self.losses[-1]))
+            if check and number == 1 and len(first) == 2:
+                self._check_mean(first, ranges[:2])
+            return found
+
+        found, _ = run_micro_batches(micro_batches, gradients)
+        self._update({name: gradient for name, gradient in found.items() if gradient is not None}, last=True)
+        return self._loss()
+
+    def _check_mean(self, parts: Sequence[tuple[Sequence[Tensor], Tensor]], ranges: Sequence[Range]) -> None:
+        """Refuse a loss that is no mean over samples, as far as the first two micro-batches show it.
+
+        Raises:
+            RuntimeFailure: their loss together is another one.
+        """
+        graph = self.executor.graph
+        values = [value for value in graph.user_outputs if isinstance(value, str)]
+        if any(value not in graph.batch_dims for value in values):
+            return
+        pairs = zip(*(results for results, _ in parts), strict=True)
+        results = [torch.cat(pair, graph.batch_dims[value]) for value, pair in zip(values, pairs, strict=True)]
+        state = torch.random.get_rng_state()
+        with torch.no_grad():
+            targets = pytree.tree_map(partial(self._cut, ranges), self.targets)
+            together = checked_loss(self.loss_fn(self.nested(results), targets))
+        if not torch.equal(state, torch.random.get_rng_state()):  # it draws random numbers, which are others each time
+            torch.random.set_rng_state(state)
+            return
+        share = sum(map(len, ranges)) / self.batch
+        mean = torch.stack([loss for _, loss in parts]).sum() / share
+        if not torch.isclose(together.to(mean), mean, rtol=_MEAN_WITHIN.get(mean.dtype, 0.05), atol=1e-6):
+            raise RuntimeFailure(
+                f"loss_fn gives {together.item():.6g} for the first two micro-batches together, and the mean of those "
+                f"of each is {mean.item():.6g}: it is no mean over samples, so its parts do not add up to it; use "
+                'reduction="mean" without ignored targets, have the loss in the model (loss=fn, which weighs what '
+                "counts), or plan with 1 micro-batch"
+            )
+
+    def _loss(self) -> Tensor:
+        """This process's mean loss."""
         if self.losses:
             return torch.stack(self.losses).sum()
         # A process without samples has a loss of 0, in the type of the first result.
-        slots = [self.executor.program.slots[slot] for slot in staged.passes[0].outputs]
+        slots = [self.executor.program.slots[slot] for slot in self.executor.program.outputs]
         dtype = next((slot.dtype for slot in slots if slot.requires_grad), None)
         return torch.zeros((), dtype=dtype, device=self.executor.transport.physical(self.executor.deliver_from))
 
-    def _gradients(self, one: OnePass, results: list[Tensor]) -> list[Tensor | None]:
-        """The gradients of the loss of one pass's own samples.
+    def _of_pass(self, one: OnePass, results: list[Tensor]) -> list[Tensor | None]:
+        """The gradients of the loss of one pass's own samples."""
+        ranges = one.samples[0 if self.executor.transport.processes == 1 else self.executor.transport.owned[0]]
+        return self._gradients(ranges, results, [self.executor.program.slots[slot] for slot in one.outputs])
+
+    def _gradients(self, ranges: Sequence[Range], results: list[Tensor], slots: Sequence[Slot]) -> list[Tensor | None]:
+        """The gradients of the loss of these samples.
 
         Raises:
             RuntimeFailure: the loss gives gradients to parameters of the model. They would be this process's alone, of
                 some passes and not of others.
         """
-        ranges = one.samples[0 if self.executor.transport.processes == 1 else self.executor.transport.owned[0]]
         share = sum(map(len, ranges)) / self.batch
         if not share:
             return [None] * len(results)
-        slots = [self.executor.program.slots[slot] for slot in one.outputs]
         leaves = [r.detach().requires_grad_(s.requires_grad) for r, s in zip(results, slots, strict=True)]
         parameters = self.executor.store.parameters
         with torch.enable_grad():
@@ -210,8 +277,8 @@ class StagedStep:
         if taken:
             raise RuntimeFailure(
                 f"loss_fn takes the gradient of {self.executor.graph.parameters[taken[0]]} itself (a penalty on "
-                "weights?), which cannot be told apart by passes; use the optimizer's weight_decay, or take "
-                "update_period out of the plan"
+                "weights?), which cannot be told apart by passes or micro-batches; use the optimizer's "
+                f"weight_decay, or {_WHOLE}"
             )
 
         self.losses.append(weighed.detach())

@@ -15,15 +15,18 @@ import torch
 from torch import nn
 
 from parplan.errors import PlanError, RuntimeFailure
+from parplan.graph.attributes.input_checks import InputCheck
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Block, Grid, shape_of
 from parplan.lowering.lower import lower
+from parplan.lowering.micro_batches import check_micro_batches, combinations
 from parplan.lowering.passes import early_periods
 from parplan.lowering.program import Program
 from parplan.lowering.stages import stages
 from parplan.lowering.step_setting import StepSetting
 from parplan.lowering.strategies import strategies_for
 from parplan.plan import Plan, Scheme, Strategy
+from parplan.runtime.calls import ModelCall
 from parplan.runtime.execution.buffer_sync import BufferSync
 from parplan.runtime.execution.dispatch import ThreadsOption, dispatch_for
 from parplan.runtime.execution.executor import Executor
@@ -100,6 +103,9 @@ class Captured:
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
         checked: for which grad modes it has been compared with the plain module (runtime/self_check/check.py).
         batches: numbers of samples at which another capture was the same graph, where none other says so.
+        micro_batches: in how many parts of the batch a training step goes forward and backward.
+        mean_loss: whether a loss outside of them was seen to be a mean over samples.
+        warned: whether it was said that a plain call keeps the whole batch's activations.
     """
 
     graph: LayerGraph
@@ -113,6 +119,49 @@ class Captured:
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
     checked: set[bool] = field(default_factory=set)
     batches: set[int] = field(default_factory=set)
+    micro_batches: int = 1
+    mean_loss: bool = False
+    warned: bool = False
+
+    def refused(self, call: ModelCall) -> InputCheck | None:
+        """The assertion on inputs that a call breaks.
+
+        Raises:
+            RuntimeFailure: it is about the whole batch, of which this process has a part.
+        """
+        checks = self.graph.checks
+        if call.batch != self.graph.batch and any(check.fixed for check in checks):
+            raise RuntimeFailure(
+                f"an assertion on inputs has sizes of the whole batch, {self.graph.batch} samples, of which this "
+                f"process has {call.batch}; check inputs in front of the model\n  at {checks[0].line}"
+            )
+        return next((check for check in checks if not check.holds(call.leaves)), None)
+
+    @cached_property
+    def loss(self) -> str | None:
+        """The result that is the loss of a step in micro-batches; None where it is outside of the model.
+
+        Raises:
+            PlanError: there are several.
+        """
+        wanted = dict.fromkeys(value for value in self.graph.user_outputs if isinstance(value, str))
+        found = [v for v in wanted if self.graph.values[v].shape == () and self.graph.values[v].requires_grad]
+        if len(found) > 1:
+            losses = " and ".join(map(self.graph.label, found))
+            raise PlanError(
+                f"the model returns several losses ({losses}), and micro-batches go back by one before all have gone "
+                "forward; add them up in the model, or plan with 1 micro-batch"
+            )
+        return found[0] if found else None
+
+    @cached_property
+    def of_micro_batch(self) -> Captured:
+        """The graph that micro-batches run: with what samples count in the loss as a last result, if they do."""
+        counts = None if self.loss is None else combinations(self.graph)[self.loss].counts
+        if counts is None:
+            return self
+        graph = replace(self.graph, user_outputs=(*self.graph.user_outputs, counts))
+        return replace(self, graph=graph, executors={})
 
     def serves(self, batch: int | None) -> bool:
         """Whether the forward with `batch` samples is this graph."""
@@ -195,13 +244,17 @@ class Programs:
         held = {name: self._readers[path] for name, path in paths.items() if path in self._readers}
         planned = strategies_for(graph, plan, held)
         groups = self.groups(plan)
+        several = plan.micro_batches if graph.training else 1
+        if several > 1:
+            check_micro_batches(replace(plan, batch=max(plan.batch, several)), graph)
+            self._check_parts(graph)
         strategies = with_whole_hooks(graph, planned, plan.scheme, self._transport.processes, groups)
         for layer in graph.layers.values():
             for name in layer.parameters:
                 self._readers.setdefault(paths[name], strategies[layer.name])
         apart = self._transport.processes > 1 and not self._options.same_draws
         seeded = SeededOps(graph, strategies, self._transport.rank if apart else None)
-        known = Captured(graph, strategies, plan.scheme, seeded, groups=groups)
+        known = Captured(graph, strategies, plan.scheme, seeded, groups=groups, micro_batches=several)
         if known.groups is not None and known.groups.replicas > 1:
             check_own_samples(graph)
         known.supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes, self._options)
@@ -211,6 +264,22 @@ class Programs:
             known.compares = "this plan moves values between them, so that each would meet another one's"
         known.exchanges = bool(known.compares) or seeded.any or known.groups is not None
         return known
+
+    def _check_parts(self, graph: LayerGraph) -> None:
+        """Refuse what micro-batches cannot keep.
+
+        Raises:
+            PlanError: options or hooks of modules that a step in parts would answer otherwise.
+        """
+        why = ""
+        if self._options.groups:
+            why = 'inputs="group" has each sample in several processes'
+        elif self._options.per_replica and self._transport.processes == 1:
+            why = 'scalars="per_replica" gives a number for each replica'
+        elif graph.sites:
+            why = f"{next(iter(graph.sites))} has hooks, which would be called for every micro-batch"
+        if why:
+            raise PlanError(f"the plan has micro-batches, and {why}; plan with 1 micro-batch, or without")
 
     def hold(self, captured: Captured) -> None:
         """Under torchrun, cut the module's parameters to this rank's blocks before the first step that reads them.
