@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -209,8 +210,7 @@ class Compiled(Wrapped):
     def _train_in_parts(
         self, call: ModelCall, targets: Any, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer
     ) -> Tensor | None:
-        """The loss of a step in micro-batches, or in passes that are updated at different moments; None where there are
-        neither."""
+        """The loss of a step in micro-batches, or in passes that are updated at different moments; None: of neither."""
         captured = self._find(call)
         early, several = captured.early_periods, captured.micro_batches > 1
         if not early and not several:
@@ -220,15 +220,8 @@ class Compiled(Wrapped):
         executor, graph = self._ready(call, captured) if parts is None else parts.executor, captured.graph
         program = executor.program
         found = moments(captured, program.staged, early) if parts is None else ()
-        step = StagedStep(
-            executor,
-            lambda r: self._nested(graph, program, r, call),
-            targets,
-            call.batch or 1,
-            sample_axes(graph, call.dim),
-            loss_fn,
-            optimizer,
-        )
+        nested, axes = partial(self._nested, graph, program, call=call), sample_axes(graph, call.dim)
+        step = StagedStep(executor, nested, targets, call.batch or 1, axes, loss_fn, optimizer)
         self._begins(graph)
         if parts is not None:
             loss = step.run_in_micro_batches(parts.micro_batches, parts.ranges, check=not captured.mean_loss)
@@ -250,9 +243,7 @@ class Compiled(Wrapped):
         graph, inputs = captured.graph, call.named(captured.graph.user_inputs)
         several = captured.micro_batches > 1 and torch.is_grad_enabled()
         if several and recorder is not None:
-            raise RuntimeFailure(
-                f"the plan has {captured.micro_batches} micro-batches, which measure() cannot time yet"
-            )
+            raise RuntimeFailure("measure() cannot time a plan in micro-batches yet; measure it with micro_batches=1")
         if several and captured.loss is not None:
             parts = self._parts(call, captured)
             self._begins(graph)

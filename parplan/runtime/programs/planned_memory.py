@@ -113,8 +113,8 @@ def warn_of_whole_batch(micro_batches: int) -> None:
     """Say that a plain call of a plan in micro-batches keeps the activations of the whole batch."""
     warnings.warn(
         f"the plan has {micro_batches} micro-batches, and this call keeps the activations of the whole batch for a "
-        "loss outside of the model; train with train_step(inputs, targets, loss_fn, optimizer), or compile with loss=fn, so "
-        "that each goes back before the next one",
+        "loss outside of the model; train with train_step(inputs, targets, loss_fn, optimizer), or compile with "
+        "loss=fn, so that each goes back before the next one",
         PlannedMemoryWarning,
-        stacklevel=6,
+        stacklevel=8,  # where the caller calls the module, through torch's own frames
     )
