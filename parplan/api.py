@@ -338,13 +338,16 @@ def verify(
     try:
         few_args, few_kwargs = some_samples((args, kwargs), graph.batch, slice(few))
         ran = verify_plan(
-            model, few_args, few_kwargs, lambda _: found, devices=count, seed=seed, example=(args, kwargs)
-        )
+            model, few_args, few_kwargs, lambda _: found, devices=count, seed=seed, example=(args, kwargs),
+            micro_batches=found.micro_batches,
+        )  # fmt: skip
     except ModelError:
         if batch is not None:
             raise
         # Some models take one number of samples only.
-        ran = verify_plan(model, args, kwargs, lambda _: found, devices=count, seed=seed)
+        ran = verify_plan(
+            model, args, kwargs, lambda _: found, devices=count, seed=seed, micro_batches=found.micro_batches
+        )
     return replace(ran, notes=mismatches(found, graph))
 
 

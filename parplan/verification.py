@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from parplan.compat import pytree
-from parplan.errors import ModelError
+from parplan.errors import ModelError, PlannedMemoryWarning
 from parplan.graph.axes.experts import GroupedInDouble
 from parplan.graph.capture.capture import batch_of
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_line import failing_module, user_line
 from parplan.plan import Plan
+from parplan.runtime.calls import ModelCall
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.self_check.comparison import compare_group, largest_of, projected, projection_weights
 from parplan.runtime.self_check.constant_draws import ConstantDraws
@@ -102,6 +104,7 @@ def verify_plan(
     devices: int,
     seed: int = 0,
     example: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    micro_batches: int = 1,
 ) -> Verification:
     """Run `model` plainly and under the plan of `planner`, on `devices` logical CPU devices in float64.
 
@@ -110,7 +113,11 @@ def verify_plan(
 
     Args:
         example: the call to capture with, if another: what a capture has of its number of samples shows with fewer.
+        micro_batches: of the plan: of several, the model's own loss is compared, or one of all its results that each
+            takes by itself, and no gradients of inputs are.
     """
+    own = tuple(pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs)) if micro_batches > 1 else (args, kwargs))
+    args, kwargs = own
     captured_with = _doubled(example or (args, dict(kwargs or {})), seed)
     args, kwargs = _doubled(args, seed), _doubled(dict(kwargs or {}), seed + 1)
     # Copies in double precision (complex numbers too), in training mode, that drop nothing in their modules.
@@ -124,7 +131,7 @@ def verify_plan(
     seeded = ConstantDraws()
     try:
         with _NoDropout(), seeded, GroupedInDouble():
-            reference = _run(plain, plain, args, kwargs, seed)
+            reference = _run(plain, plain, args, kwargs, seed, micro_batches)
     except Exception as error:
         line, layer = user_line(error), failing_module(error, plain)
         raise ModelError(
@@ -136,7 +143,7 @@ def verify_plan(
         compiled.prepare(*captured_with[0], **captured_with[1])  # no draw is replaced in what is captured
         compiled.prepare(*args, **kwargs)  # where the other capture does not serve
     with seeded, GroupedInDouble():
-        found = _run(compiled, compiled_model, args, kwargs, seed)
+        found = _run(compiled, compiled_model, args, kwargs, seed, micro_batches)
     assert compiled.plan is not None
     assert compiled.graph is not None
     allowed, casts = _tolerances(compiled.graph, samples)
@@ -185,7 +192,8 @@ def samples_for(plan: Plan, graph: LayerGraph) -> int:
     norms = [node for layer in graph.layers.values() if layer.mixes_batch for node in layer.nodes]
     normed = [graph.values[node.all_input_nodes[0].name] for node in norms if op_name(node) == "batch_norm"]
     fewest = min((spec.elements // (spec.shape[1] * (graph.batch or 1)) for spec in normed), default=STATISTICS)
-    return max(2, -(-STATISTICS // (most * max(1, fewest)))) * most + plan.batch % most
+    each = max(2, -(-STATISTICS // (most * max(1, fewest)))) * most + plan.micro_batch % most
+    return plan.micro_batches * each
 
 
 def some_samples(call: Any, batch: int | None, wanted: slice) -> Any:
@@ -228,16 +236,26 @@ def _doubled(tree: Any, seed: int) -> Any:
     return pytree.tree_map(doubled, tree)
 
 
-def _run(call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int) -> dict[str, dict[str, Tensor]]:
+def _run(
+    call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int, micro_batches: int = 1
+) -> dict[str, dict[str, Tensor]]:
     """Tensors of one forward and backward, by group and name."""
     # Tensors of their own: a forward may put hooks on them.
     args, kwargs = pytree.tree_map_only(
         Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs)
     )
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    leaves = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
-    loss = projected(leaves, projection_weights(leaves, seed))
-    if loss.requires_grad:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlannedMemoryWarning)
+        leaves = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    weights, losses = projection_weights(leaves, seed), [leaf for leaf in leaves if leaf.dim() == 0]
+    if micro_batches > 1 and any(leaf.requires_grad for leaf in losses):
+        loss = projected(losses, projection_weights(losses, seed))
+    else:
+        loss = projected(leaves, weights)
+    if micro_batches > 1 and loss.requires_grad and isinstance(call, Compiled) and not losses:
+        loss = _in_micro_batches(call, args, kwargs, weights)
+    elif loss.requires_grad:
         loss.backward()
     return {
         "outputs": {f"output {index}": leaf.detach() for index, leaf in enumerate(leaves)},
@@ -246,6 +264,22 @@ def _run(call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int) -
         "input gradients": {f"input {index}": _gradient(leaf) for index, leaf in enumerate(inputs)},
         "buffers": {name: buffer.detach().clone() for name, buffer in owner.named_buffers()},
     }
+
+
+def _in_micro_batches(compiled: Compiled, args: Any, kwargs: Any, weights: Sequence[Tensor]) -> Tensor:
+    """The weighed sum of all results of a step in micro-batches, each of which goes back by its own part of it."""
+    samples = batch_of(pytree.tree_leaves((args, kwargs))) or 1
+
+    def loss(results: Any, part: Sequence[Tensor]) -> Tensor:
+        """Its mean over the samples of a micro-batch, which is what a step adds up, times all samples."""
+        leaves = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+        *own, one_each = part
+        return projected(leaves, own) * (samples / len(one_each))
+
+    optimizer = torch.optim.SGD(compiled.module.parameters(), lr=0.0)
+    found = compiled._train_in_parts(ModelCall.of(args, kwargs, 0), [*weights, torch.ones(samples)], loss, optimizer)
+    assert found is not None  # the plan has several
+    return found
 
 
 def _gradient(tensor: Tensor) -> Tensor:
