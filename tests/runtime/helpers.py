@@ -59,7 +59,7 @@ def _replicated(layer: Layer, everyone: tuple[int, ...]) -> Strategy:
 
 
 def planner(
-    rule: Rule | Mapping[str, Strategy], devices: int, scheme: Scheme = Scheme.GATHER
+    rule: Rule | Mapping[str, Strategy], devices: int, scheme: Scheme = Scheme.GATHER, micro_batches: int = 1
 ) -> Callable[[LayerGraph], Plan]:
     """A planner that follows a rule, or a table of strategies by layer name (device 0 for all others)."""
 
@@ -67,7 +67,8 @@ def planner(
         chosen = {
             name: rule(layer) if callable(rule) else rule.get(name, Strategy()) for name, layer in graph.layers.items()
         }
-        return Plan(graph.model, graph.fingerprint, graph.batch or 1, devices, chosen, scheme=scheme)
+        batch = graph.batch or 1
+        return Plan(graph.model, graph.fingerprint, batch, devices, chosen, "default", scheme, micro_batches)
 
     return plan
 

@@ -124,7 +124,9 @@ class Share:
         return tensor.tensor_split(self.ranks)[self.rank]
 
 
-def trained_beside(net: nn.Module, rule: Rule, devices: int, batches: Iterable[tuple[Tensor, Tensor]]) -> Compiled:
+def trained_beside(
+    net: nn.Module, rule: Rule, devices: int, batches: Iterable[tuple[Tensor, Tensor]], micro_batches: int = 1
+) -> Compiled:
     """Three kinds of numbers after every step: the loss, gradients, and the weights that Adam makes of them.
 
     Under torchrun every rank brings its share of the batch, and the loss is the whole batch's on each of them.
@@ -132,7 +134,7 @@ def trained_beside(net: nn.Module, rule: Rule, devices: int, batches: Iterable[t
     plain = copy.deepcopy(net)
     share = Share(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Share()
     places = None if dist.is_initialized() else ["cpu"] * devices
-    model = Compiled(net, planner(rule, devices), devices=places)
+    model = Compiled(net, planner(rule, devices, micro_batches=micro_batches), devices=places)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, plain)]
     for batch in batches:
         for optimizer in optimizers:

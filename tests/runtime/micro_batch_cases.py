@@ -1,0 +1,72 @@
+"""Steps in micro-batches on ranks: losses inside, and outside of the model by `train_step`, beside the plain model."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parplan.errors import RuntimeFailure
+from parplan.runtime.module.compiled import Compiled
+from tests.runtime.helpers import Rule, planner, spread
+from tests.runtime.loss_cases import LANGUAGE, Language, cut_losses, language_batch, trained_beside
+
+__all__ = ["Rows", "by_train_step", "on_ranks"]
+
+
+class Rows(nn.Module):
+    """Three layers on [samples, 8], of which the last may be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x)
+        return result
+
+
+def by_train_step(rule: Rule, devices: int, micro_batches: int, samples: int) -> None:
+    """Three steps with AdamW: the mean loss of every process's samples, and the weights."""
+    net = Rows()
+    plain = copy.deepcopy(net)
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    places = None if dist.is_initialized() else ["cpu"] * devices
+    model = Compiled(net, planner(rule, devices, micro_batches=micro_batches), devices=places)
+    optimizers = [torch.optim.AdamW(own.parameters(), lr=0.01) for own in (model, plain)]
+    for _ in range(3):
+        x, y = torch.randn(samples, 8).double(), torch.randn(samples, 8).double()
+        own = [tensor.tensor_split(ranks)[rank] for tensor in (x, y)]
+        found = model.train_step(own[0], own[1], functional.mse_loss, optimizers[0])
+        optimizers[1].zero_grad()
+        wanted = functional.mse_loss(plain(x), y)
+        with torch.no_grad():
+            expected = functional.mse_loss(plain(own[0]), own[1])
+        wanted.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        state = model.state_dict()
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def on_ranks(rank: int, ranks: int) -> None:
+    """Data parallel and cut plans; and a loss that ranks multiply by different numbers is refused on all."""
+    for name in ("padded labels", "weights", "sum"):
+        for cut in ((ranks, 1), (1, ranks)):
+            batches = [language_batch(samples) for samples in (4 * ranks, 4 * ranks, 3 * ranks)]
+            trained_beside(Language(**LANGUAGE[name]), cut_losses(*cut), ranks, batches, micro_batches=3)
+    for kind in ("data", "out-features"):
+        by_train_step(spread(ranks, kind), ranks, 3, 5 * ranks)
+    model = Compiled(Language(), planner(cut_losses(ranks, 1), ranks, micro_batches=2))
+    loss = model(*(tensor.tensor_split(ranks)[rank] for tensor in language_batch(4 * ranks)))
+    try:
+        (loss * (1 + rank)).backward()
+    except RuntimeFailure as error:
+        assert "multiply the loss by different numbers (1, 2" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("gradients of losses that ranks multiply by different numbers were given")
