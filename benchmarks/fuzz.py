@@ -45,6 +45,7 @@ class Spec:
         plan: "pins": random legal strategies for every layer; "solver": the solver's own.
         prepare: whether the plan is made at `compile`, from an example, or at the first call.
         float32: train in it, instead of float64.
+        micro_batches: of the plan; 0: as the planner decides.
     """
 
     seed: int
@@ -61,6 +62,7 @@ class Spec:
     threads: bool
     prepare: bool
     float32: bool
+    micro_batches: int = 0
 
     @property
     def key(self) -> str:
@@ -99,6 +101,7 @@ def drawn(seed: int, ranks: int) -> Spec:
         threads=ranks == 1 and draw.random() < 0.1,
         prepare=draw.random() < 0.5,
         float32=draw.random() < 0.25,
+        micro_batches=draw.choice((0, 0, 2, 4)),
     )
 
 
@@ -112,6 +115,8 @@ def run_spec(rank: int, ranks: int, spec: Spec) -> Outcome:
         fuzz_loops.train(run, make, spec.optimizer, spec.actions, spec.prepare and spec.head != "inside")
 
     options: dict[str, Any] = {"scheme": spec.scheme, "threads": spec.threads}
+    if spec.micro_batches:
+        options["micro_batches"] = spec.micro_batches
     if spec.ranks == 1:
         options["devices"] = ["cpu"] * spec.devices
     if spec.plan == "pins":
@@ -172,7 +177,7 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
     for number in range(len(spec.blocks)):
         yield replace(spec, blocks=spec.blocks[:number] + spec.blocks[number + 1 :])
     plain: dict[str, Any] = {"head": "scores", "optimizer": "sgd", "plan": "solver", "scheme": "auto", "threads": False,
-                             "float32": False}  # fmt: skip
+                             "float32": False, "micro_batches": 0}  # fmt: skip
     for name, value in plain.items():
         if getattr(spec, name) != value:
             yield replace(spec, **{name: value})

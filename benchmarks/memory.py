@@ -27,6 +27,7 @@ from benchmarks.memory_networks import NETWORKS, Network
 from parplan.cost_models.memory.layer_memory import MemoryModel
 from parplan.cost_models.memory.plan_peaks import memory_over_step
 from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.resized import at_batch
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Plan, Strategy
@@ -60,6 +61,8 @@ def hybrid(graph: LayerGraph, layer: Layer, devices: int) -> Strategy:
     return rule(graph, layer, devices)
 
 
+MICRO_BATCHES = 4
+
 PLANS: dict[str, Rule] = {"data-parallel": data_parallel, "sharded": sharded, "hybrid": hybrid}
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -77,6 +80,7 @@ class Case:
     plan: str
     optimizer: str
     devices: int
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class Figures:
     device: int
     predicted_bytes: int
     measured_bytes: int
+    micro_batches: int = 1
 
     @property
     def ratio(self) -> float:
@@ -98,10 +103,18 @@ class Figures:
 
 
 def cases(devices: int, only: str = "") -> list[Case]:
-    """Every network: with each optimizer on one device, with each plan on more; those whose words contain `only`."""
+    """Every network: with each optimizer on one device, with each plan on more, and with Adam in micro-batches; those
+    whose words contain `only`."""
     kinds = [("one device", name) for name in OPTIMIZERS] if devices == 1 else list(zip(PLANS, OPTIMIZERS, strict=True))
     every = [Case(net, plan, optimizer, devices) for net in NETWORKS for plan, optimizer in kinds]
-    return [case for case in every if only in f"{case.network.name} {case.plan} {case.optimizer}"]
+    plans = ["one device"] if devices == 1 else list(PLANS)
+    normed = {net.name for net in NETWORKS if any(isinstance(m, nn.BatchNorm2d) for m in net.build().modules())}
+    every += [
+        Case(net, plan, "adam", devices, MICRO_BATCHES) for net in NETWORKS if net.name not in normed for plan in plans
+    ]
+    return [
+        case for case in every if only in f"{case.network.name} {case.plan} {case.optimizer} {case.micro_batches} parts"
+    ]
 
 
 @dataclass(frozen=True)
@@ -122,19 +135,27 @@ def peaks(case: Case) -> Peaks:
     def planner(graph: LayerGraph) -> Plan:
         rule = PLANS.get(case.plan, data_parallel)
         chosen = {name: rule(graph, layer, case.devices) for name, layer in graph.layers.items()}
-        program = lower(graph, chosen, StepSetting.per_process(case.devices, graph.batch or 1))
-        model = MemoryModel(graph, case.optimizer, on_cpu=True)
+        small = at_batch(graph, (graph.batch or 1) // case.micro_batches)
+        program = lower(small, chosen, StepSetting.per_process(case.devices, small.batch or 1))
+        model = MemoryModel(small, case.optimizer, on_cpu=True, micro_batches=case.micro_batches)
         predicted.extend(memory_over_step(model, program).max(axis=0).tolist())
-        return Plan(graph.model, graph.fingerprint, graph.batch or 1, case.devices, chosen)
+        batch, several = graph.batch or 1, case.micro_batches
+        return Plan(graph.model, graph.fingerprint, batch, case.devices, chosen, micro_batches=several)
 
     compiled = Compiled(net, planner, check="off")
     compiled.prepare(inputs)
+    assert compiled._latest is not None  # what was captured
+    compiled._latest.mean_loss = True  # so that the first step need not compare the loss of two micro-batches
     with torch.no_grad():
         compiled(inputs)
     optimizer = OPTIMIZERS[case.optimizer](net)
 
     def step() -> None:
         for _ in range(2):
+            if case.micro_batches > 1:
+                compiled.train_step(inputs, targets, cross_entropy, optimizer)
+                optimizer.zero_grad(set_to_none=True)
+                continue
             loss = cross_entropy(compiled(inputs), targets)
             loss.backward()
             optimizer.step()
@@ -169,17 +190,22 @@ def measure(devices: int, only: str = "") -> list[Figures]:
 
 
 def _figures(case: Case, known: Sequence[Peaks]) -> list[Figures]:
-    words = (case.network.name, case.plan, case.optimizer, case.devices)
-    predicted = known[0].predicted_bytes
-    return [Figures(*words, device, predicted[device], own.measured_bytes) for device, own in enumerate(known)]
+    words, predicted = (case.network.name, case.plan, case.optimizer, case.devices), known[0].predicted_bytes
+    return [
+        Figures(*words, device, predicted[device], own.measured_bytes, case.micro_batches)
+        for device, own in enumerate(known)
+    ]
 
 
-HEAD = f"{'network':20} {'plan':14} {'optimizer':9} {'device':>6} {'predicted':>12} {'measured':>12} {'ratio':>6}"
+HEAD = (
+    f"{'network':20} {'plan':14} {'parts':>5} {'optimizer':9} {'device':>6} {'predicted':>12} {'measured':>12} "
+    f"{'ratio':>6}"
+)
 
 
 def _line(figures: Figures) -> str:
     return (
-        f"{figures.network:20} {figures.plan:14} {figures.optimizer:9} {figures.device:6} "
+        f"{figures.network:20} {figures.plan:14} {figures.micro_batches:5} {figures.optimizer:9} {figures.device:6} "
         f"{figures.predicted_bytes / 2**20:8.2f} MiB "
         f"{figures.measured_bytes / 2**20:8.2f} MiB {figures.ratio:6.3f}"
     )

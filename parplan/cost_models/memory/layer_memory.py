@@ -147,8 +147,7 @@ class MemoryModel:
             yield Held(start, end, int(nbytes))
         yield Held(0, self.moments.end, self.taken(local, layer.buffers))
         begun = [name for name in layer.parameters if name in adding and next(iter(adding[name])) == layer.name]
-        begun = begun if self.micro_batches == 1 else []
-        yield from self.by_ops(local, calls, self._whole, dict.fromkeys(begun, self.moments.end - 1))
+        yield from self.by_ops(local, calls, self._whole, dict.fromkeys(begun, self.begun_until()))
 
     def _around(self, local: LocalLayer) -> Iterator[Held]:
         """Facts of two layers, as one layer can know them: all in which a sum over layers differs from a plan's.
@@ -185,6 +184,11 @@ class MemoryModel:
         specs = self.graph.values
         outputs = [value for value in values if value in self.graph.user_outputs]
         return [value for value in outputs if specs[value].requires_grad and specs[value].elements > 1]
+
+    def begun_until(self, first: int = 0) -> int:
+        """The last point of what the first term of a gradient begins: of several micro-batches, when the run of layers
+        that begins with layer `first` has gone back, whose gradients are added all at once."""
+        return self.moments.end - 1 if self.micro_batches == 1 else self.moments.backward(first)
 
     @property
     def put_together(self) -> list[str]:

@@ -119,8 +119,9 @@ class _Step:
             apart = np.any([(own > 0) & (own != held) for own in used], axis=0)
             added, here = moments.backward(self._index[users[0]]), dict(zip(users, used, strict=True))
             seen = np.zeros(len(held), dtype=bool)
-            for name in self._lifetimes.adding.get(parameter, ()) if model.micro_batches == 1 else ():
-                last = np.where(apart, added, (moments.end - 1) * ~seen)
+            for name in self._lifetimes.adding.get(parameter, ()):
+                until = model.begun_until(self._first[self._index[name]])
+                last = np.where(apart, added, until * ~seen)
                 self._begun[name][parameter] = last * (here[name] > 0)
                 seen |= here[name] > 0
             if graph.values[parameter].requires_grad:

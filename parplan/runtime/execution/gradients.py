@@ -64,7 +64,8 @@ class Gradients:
     def add(self, state: State, device: int, gradient: Tensor, own: bool) -> None:
         """Take in one compute step's gradient of the block it used; our `own` may be written to."""
         terms, term = self._terms[state.name][device], _Term(state.blocks[device], gradient, own)
-        pair = [terms[-1], term] if terms and terms[-1].block == term.block else []
+        place = next((n for n, one in enumerate(terms) if one.block == term.block), -1)
+        pair = [terms[place], term] if place >= 0 else []
         # Elements lie apart in memory; those of a linear layer's weights may be transposed.
         dense = [t.gradient.is_contiguous() or (t.gradient.dim() == 2 and t.gradient.t().is_contiguous()) for t in pair]
         usable = [one for one, apart in zip(pair, dense, strict=True) if one.own and apart]
@@ -74,8 +75,8 @@ class Gradients:
         base = min(usable, key=lambda one: not one.gradient.is_contiguous())
         # Steps that use a block one after another (passes, shared weights) need no more memory than two of them.
         with self._transport.on(device):
-            base.gradient.add_(gradient if base is terms[-1] else terms[-1].gradient)
-        terms[-1] = base
+            base.gradient.add_(gradient if base is terms[place] else terms[place].gradient)
+        terms[place] = base
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sums of a bucket whose terms are complete."""
