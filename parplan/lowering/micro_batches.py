@@ -22,10 +22,9 @@ from parplan.errors import PlanError
 from parplan.graph.axes.loss_ops import BATCH_MEAN, BATCH_SUM
 from parplan.graph.layer_graph import LayerGraph, once_per_graph
 from parplan.graph.sites import site_of
-from parplan.layout import split_evenly
 from parplan.plan import Plan, Scheme
 
-__all__ = ["Combination", "How", "check_micro_batches", "combinations", "equal_size", "micro_batch_sizes"]
+__all__ = ["Combination", "How", "check_micro_batches", "combinations", "equal_size"]
 
 aten = torch.ops.aten
 
@@ -63,15 +62,6 @@ _KEEPING = {
 _ADDING = {aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
 _MULTIPLYING = {aten.mul.Tensor, aten.mul.Scalar}
 _DIVIDING = {aten.div.Tensor, aten.div.Scalar}
-
-
-def micro_batch_sizes(samples: int, count: int) -> tuple[int, ...]:
-    """Samples of each micro-batch, none of them empty; they differ by one at most.
-
-    >>> micro_batch_sizes(8, 4), micro_batch_sizes(3, 4), micro_batch_sizes(5, 2)
-    ((2, 2, 2, 2), (1, 1, 1), (3, 2))
-    """
-    return tuple(size for size in split_evenly(samples, count) if size) or (0,)
 
 
 def equal_size(graph: LayerGraph, count: int) -> int:

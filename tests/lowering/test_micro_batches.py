@@ -13,7 +13,7 @@ from torch.nn import functional
 from parplan.errors import PlanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.lowering.micro_batches import How, check_micro_batches, combinations, micro_batch_sizes
+from parplan.lowering.micro_batches import How, check_micro_batches, combinations
 from parplan.plan import Plan, Scheme, Strategy
 
 
@@ -118,9 +118,3 @@ def test_plans_with_micro_batches_that_cannot_be() -> None:
         check_micro_batches(replace(plan, batch=2), graph)
     with pytest.raises(PlanError, match="has no samples"):
         check_micro_batches(plan, replace(graph, batch=None))
-
-
-def test_sizes() -> None:
-    assert micro_batch_sizes(10, 4) == (3, 2, 3, 2)
-    assert micro_batch_sizes(2, 4) == (1, 1)
-    assert micro_batch_sizes(0, 4) == (0,)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import prod
 from sys import maxsize
 from typing import NamedTuple, TypeVar
@@ -190,7 +191,7 @@ class MemoryModel:
         that begins with layer `first` has gone back, whose gradients are added all at once."""
         return self.moments.end - 1 if self.micro_batches == 1 else self.moments.backward(first)
 
-    @property
+    @cached_property
     def put_together(self) -> list[str]:
         """Results that are put together from all micro-batches: with a loss inside; else the loss takes each one's."""
         specs = {value: self.graph.values[value] for value in self.graph.user_outputs if isinstance(value, str)}
