@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,6 +43,11 @@ def convnet() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def plain_convnet() -> nn.Module:
+    """The same without batch norm, which micro-batches rule out."""
+    return nn.Sequential(*(layer for layer in convnet().children() if not isinstance(layer, nn.BatchNorm2d)))
+
+
 def data_parallel(layer: Layer, devices: int) -> Strategy:
     """Every layer on every process."""
     return Strategy(devices, 1, None, tuple(range(devices)))
@@ -61,7 +67,8 @@ def hybrid(layer: Layer, devices: int) -> Strategy:
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: `samples` per process of images with `side` pixels, in `classes` classes."""
+    """One comparison: `samples` per process of images with `side` pixels, in `classes` classes, in one go or in
+    micro-batches (of DDP by `no_sync`)."""
 
     network: str
     plan: str
@@ -72,12 +79,14 @@ class Case:
     classes: int
     steps: int
     scheme: Scheme = Scheme.GATHER
+    micro_batches: int = 1
 
     def planner(self, graph: LayerGraph) -> Plan:
         """The plan, whatever the network."""
         count = dist.get_world_size()
         chosen = {name: self.rule(layer, count) for name, layer in graph.layers.items()}
-        return Plan(graph.model, graph.fingerprint, graph.batch or 1, count, chosen, scheme=self.scheme)
+        batch, several = graph.batch or 1, self.micro_batches
+        return Plan(graph.model, graph.fingerprint, batch, count, chosen, "default", self.scheme, several)
 
 
 CASES = (
@@ -86,6 +95,9 @@ CASES = (
     Case("alexnet", "hybrid", AlexNet, hybrid, 8, 224, 1000, 1),
     Case("alexnet", "hybrid, broadcast", AlexNet, hybrid, 8, 224, 1000, 1, Scheme.BROADCAST),
     Case("alexnet", "hybrid, interleave", AlexNet, hybrid, 8, 224, 1000, 1, Scheme.INTERLEAVE),
+    Case("plain", "data parallel, 4 parts", plain_convnet, data_parallel, 32, 32, 10, 2, micro_batches=4),
+    Case("alexnet", "data parallel, 4 parts", AlexNet, data_parallel, 16, 224, 1000, 1, micro_batches=4),
+    Case("alexnet", "hybrid, 4 parts", AlexNet, hybrid, 16, 224, 1000, 1, micro_batches=4),
 )
 
 
@@ -108,18 +120,34 @@ class Figures:
     def line(self) -> str:
         """One row of the printed table."""
         return (
-            f"{self.network:8} {self.plan:18} {self.samples_per_process:7} {self.ddp_s * 1e3:9.1f} "
+            f"{self.network:8} {self.plan:22} {self.samples_per_process:7} {self.ddp_s * 1e3:9.1f} "
             f"{self.parplan_s * 1e3:9.1f} {self.ratio:7.3f}  {self.ratio_lower_quartile:.3f} to "
             f"{self.ratio_upper_quartile:.3f}  {1 / self.ratio:.2f}x"
         )
 
 
-HEAD = "network  plan               samples    DDP ms   parplan   ratio  quartiles       faster"
+HEAD = "network  plan                   samples    DDP ms   parplan   ratio  quartiles       faster"
 
 
-def stepper(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
+def stepper(model: nn.Module, images: Tensor, labels: Tensor, micro_batches: int = 1) -> Callable[[], None]:
     """One training step of `model`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def accumulate() -> None:
+        """The sums over processes in the last micro-batch's backward, as people write it for DDP."""
+        if isinstance(model, Compiled):
+            model.train_step(images, labels, cross_entropy, optimizer)
+            return
+        assert isinstance(model, DistributedDataParallel)
+        optimizer.zero_grad()
+        parts = list(zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True))
+        for number, (part, own) in enumerate(parts):
+            with nullcontext() if number == len(parts) - 1 else model.no_sync():
+                (cross_entropy(model(part), own) / len(parts)).backward()
+        optimizer.step()
+
+    if micro_batches > 1:
+        return accumulate
 
     def step() -> None:
         optimizer.zero_grad()
@@ -154,8 +182,8 @@ def compare(case: Case, rank: int, rounds: int) -> Figures:
     net = case.build()
     torch.manual_seed(rank)
     batch = (torch.randn(case.samples, 3, case.side, case.side), torch.randint(case.classes, (case.samples,)))
-    ddp = stepper(DistributedDataParallel(copy.deepcopy(net)), *batch)
-    own = stepper(Compiled(net, case.planner, batch_norm="local"), *batch)
+    ddp = stepper(DistributedDataParallel(copy.deepcopy(net)), *batch, case.micro_batches)
+    own = stepper(Compiled(net, case.planner, batch_norm="local"), *batch, case.micro_batches)
     for step in (ddp, own):
         seconds(step, 3)
     times = in_turns({"ddp": ddp, "parplan": own}, rounds, case.steps)

@@ -174,9 +174,9 @@ def analyze_profile(
         small = graph if count == 1 else profile_graph(profile, equal_size(graph, count))
         return PricedGraph(small, ProfileCosts(profile, small, found.cluster, optimizer, count))
 
-    asked = request.asked_micro_batches
-    own = micro_batched(asked or 1)
-    free = micro_batched if asked is None else None
+    requested = request.asked_micro_batches
+    own = micro_batched(requested or 1)
+    free = micro_batched if requested is None else None
     return Analysis.of(decide(own.graph, found.cluster, own.costs, request, progress, free))
 
 
@@ -213,7 +213,7 @@ def compile(  # the name users know from torch.compile
         loss: a function of the model's results and targets that becomes part of the plan: a call with `targets=...`
             (examples beside `example_inputs`) returns the loss, one without the model's results.
         devices: where logical device i lives; one physical device may appear several times. Default: under torchrun one
-            device per process, else the GPUs that are here, else the CPU.
+            per process, else the GPUs that are here, else the CPU.
         output_device: where results are gathered (one process); default: where the inputs were.
         plan: run this plan (or file) instead of searching for one; it is verified first.
         batch_norm: "global" statistics (of the whole batch, the plain model's numbers) or "local" (per replica, as DDP)
@@ -221,13 +221,12 @@ def compile(  # the name users know from torch.compile
             replica, as DataParallel gives it; under torchrun each process its own number, as DistributedDataParallel.
         inputs: under torchrun, each process brings its "own" samples; shards of one replica of the first layer the
             same, as a "group" (`parplan.PlanSampler`); or all the "same", which hold no samples (a graph, a state).
-        same_draws: True: processes that were seeded alike drop alike, as under DistributedDataParallel; else apart.
+        same_draws: True: processes seeded alike drop alike, as under DistributedDataParallel; else apart.
         dim: the dimension of input tensors along which samples lie.
         pins, rules, scheme, micro_batches, precision, optimizer, time_limit_s, tolerance: as for `analyze`.
-        threads: True gives each logical device of this process a thread, so that CPU devices compute at the same time;
-            a function is called first in each thread, with the device's number.
-        check: "first" compares each new capture's program with the plain module before its first step, on some samples;
-            "always" does so at every call, which takes three times as long; "off" never does (docs/self-check.md).
+        threads: True gives each logical device of this process a thread, so that CPU devices compute at once; a
+            function is called first in each thread, with the device's number.
+        check: compare the program with the plain module: "first" before a capture's first step, "always", or "off".
 
     Raises:
         SelfCheckError: (at a call) the planned program computes something else than the module.

@@ -59,16 +59,16 @@ class Pricing:
 
     def decided(self, graph: LayerGraph, request: PlanRequest | None = None) -> Decision:
         """The plan with all that is to be said of it; `request` instead of its own."""
-        requested = request or self.request
-        asked = requested.asked_micro_batches
-        graph, costs, notes = self._priced(graph, asked or 1)
-        requested = replace(requested, notes=(*requested.notes, *notes))
+        request = request or self.request
+        count = request.asked_micro_batches
+        graph, costs, notes = self._priced(graph, count or 1)
+        request = replace(request, notes=(*request.notes, *notes))
 
         def micro_batched(count: int) -> PricedGraph:
             small, costs, _ = self._priced(graph, count)
             return PricedGraph(small, costs)
 
-        return decide(graph, self.cluster, costs, requested, self.progress, micro_batched if asked is None else None)
+        return decide(graph, self.cluster, costs, request, self.progress, micro_batched if count is None else None)
 
     def decided_at_best_batch(self, graph: LayerGraph) -> Decision:
         """The decision at the batch that promises most, of one captured graph at several.

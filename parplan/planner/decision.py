@@ -15,8 +15,7 @@ __all__ = [
     "ANY_BLOCK",
     "BRANCHES",
     "SOME_BRANCHES",
-    "Alternative",
-    "Arrival",
+    "Alternative", "Arrival",
     "Baseline",
     "BatchTried",
     "ConcurrentBranches",
@@ -174,8 +173,7 @@ class Simpler:
 
     `fastest_s` is its step in seconds; `changes` the edges between layers on which it changes layout, `kept` those on
     which the plan taken does. `by_hand` names the plan by hand that is taken, if it is one; `differs` says where layers
-    with weights have other strategies in the fastest ("8 shards of wte").
-    """
+    with weights have other strategies in the fastest ("8 shards of wte")."""
 
     fastest_s: float
     changes: int
@@ -357,11 +355,8 @@ class BatchTried:
 
 @dataclass(frozen=True)
 class MicroBatchesTried:
-    """A number of micro-batches that was compared with that of the plan.
-
-    `step_s` and `memory_bytes` (of the fullest device) are of the best plan, or of the nearest to fitting (not `fits`);
-    None where no plan fits at all, or (`fits`) where none is faster.
-    """
+    """A number of micro-batches that was compared: `step_s` and `memory_bytes` (of the fullest device) of its best
+    plan, or of the nearest to fitting (not `fits`); None where no plan fits, or (`fits`) where none is faster."""
 
     count: int
     step_s: float | None
@@ -371,8 +366,7 @@ class MicroBatchesTried:
 
 @dataclass(frozen=True, eq=False)
 class PricedGraph:
-    """The graph that was planned, at the size of a micro-batch, with the costs it was planned by: what a step is
-    simulated and drawn from."""
+    """The graph at the size of a micro-batch, with the costs it was planned by: what a step is simulated from."""
 
     graph: LayerGraph
     costs: CostModel
@@ -418,8 +412,7 @@ class Decision:
         times_from: the file that layers' times come from, when it is not parplan that measured or estimated them.
         links: where the times of transfers and reductions come from.
         pins: what was pinned by hand and what it costs; None where nothing was.
-        batches: the batches this one was chosen from, smallest first; empty where it was given.
-        micro_batches: the numbers of micro-batches that were compared, fewest first; empty where there was one.
+        batches, micro_batches: those that were compared, smallest first; empty where there was one.
         passes: the schemes that were compared; None where all layers have equally many replicas.
         branches: branches that run at the same time, or were tried to; None where the model has no branches worth it.
         priced: the graph and its costs, for pictures of the step; None in a decision that was put together by hand.

@@ -1,22 +1,33 @@
-"""A training step pass by pass: every pass goes forward and backward, and may update its weights, before the next one.
+"""A training step in parts, passes or micro-batches, each of which goes forward and backward before the next one.
 
-cuda-convnet2's `updatePeriod` (Krizhevsky 2014, section 4): layers that run in several passes per batch may be updated
-after each of them, every so many, or once. Samples of the next pass are on their way while this one computes.
+Passes: cuda-convnet2's `updatePeriod` (Krizhevsky 2014, section 4). Layers that run in several passes per batch may be
+updated after each of them, every so many, or once. Samples of the next pass are on their way while this one computes.
+
+Micro-batches: one program, that of a micro-batch, runs once for each, gradients add up, and their sums over devices
+begin in the backward of the last one. With the loss in the graph this is the forward of a step: what `loss.backward()`
+gives is multiplied by the loss's own gradient, which is all that the backward then has to do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from parplan.errors import RuntimeFailure
+from parplan.lowering.micro_batches import Combination, How
 from parplan.lowering.program import Staged
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.gradients import Gradients
 from parplan.runtime.execution.run import Run, SlotParts
+from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 
-__all__ = ["LossGradients", "Moment", "Update", "run_passes"]
+__all__ = [
+    "LossGradients", "LossInside", "MicroBatch", "Moment", "Update", "run_micro_batches", "run_passes", "run_with_loss",
+]  # fmt: skip
 
 
 # The caller's loss: gradients of the results of one pass, which is given by its number.
@@ -90,3 +101,190 @@ def run_passes(
     run.go_backward(staged.after, grads, sums)
     update_with(rest, last=True)
     run.finish(parts)
+
+
+# ---- micro-batches ----
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One of a step: the executor of a program for its samples, and the user's inputs by name."""
+
+    executor: Executor
+    inputs: Mapping[str, Tensor]
+
+
+@torch.no_grad()
+def run_micro_batches(
+    micro_batches: Sequence[MicroBatch], loss: Callable[[int, list[Tensor]], Sequence[Tensor | None]]
+) -> tuple[dict[str, Tensor | None], list[list[Tensor | None]]]:
+    """Forward and backward of every micro-batch; gradients of the parameters, and per micro-batch of the inputs.
+
+    Args:
+        loss: gives the gradients of the results of a micro-batch, which is given by its number.
+    """
+    last = micro_batches[-1].executor
+    sums, names = Gradients(last.store, last.transport, last.recorder), tuple(last.store.trainable)
+    of_inputs = []
+    for number, one in enumerate(micro_batches):
+        run = Run(one.executor, tuple(one.inputs), names, once=True, micro_batch=number)
+        results = run.forward(list(one.inputs.values()), record=True)
+        run.end()
+        of_inputs.append(run.go_back(loss(number, results), sums, last=number + 1 == len(micro_batches)))
+    found = sums.totals(names, own=True)
+    last.transport.ready_on(last.deliver_from)
+    return found, of_inputs
+
+
+@dataclass(eq=False)
+class LossInside:
+    """A step whose loss is one of the program's results.
+
+    Args:
+        micro_batches: of the step.
+        results: per result how that of the whole batch follows from those of micro-batches, and along which dimension
+            it has samples.
+        loss: which result is the loss.
+        fractions: of samples, per micro-batch: this process's, or of all where the loss is of all (`whole`).
+        inputs: dimension of the samples per input, None without.
+        rows: of the step, which count in the loss as a result behind the model's own says; 0 where samples count alike.
+
+    Attributes:
+        weights: of the micro-batches, as far as they have run.
+    """
+
+    micro_batches: Sequence[MicroBatch]
+    results: Sequence[tuple[Combination, int | None]]
+    loss: int
+    fractions: Sequence[float]
+    whole: bool
+    inputs: Mapping[str, int | None]
+    rows: float = 0.0
+    weights: list[Tensor] = field(default_factory=list)
+    kept: list[list[Tensor]] = field(default_factory=list)
+
+    @property
+    def executor(self) -> Executor:
+        """That of the last micro-batch."""
+        return self.micro_batches[-1].executor
+
+    def gradients(self, number: int, results: list[Tensor]) -> list[Tensor | None]:
+        """Gradients of a micro-batch's results: the loss's weight, unscaled where it counts targets."""
+        loss = results[self.loss]
+        weight = torch.ones((), dtype=torch.float64, device=loss.device)
+        if self.rows:
+            own = results[-1][..., -1].to(torch.float64).sum()
+            if self.whole and self.executor.transport.processes > 1:
+                own = torch.stack(self.executor.transport.gather_tensors("what a micro-batch counts", own)).sum()
+            weight = own / self.rows  # at most 1 together, so that gradients keep their size while they add up
+        elif self.results[self.loss][0].how is How.MEAN:
+            weight = weight * self.fractions[number]
+        self.weights.append(weight)
+        self.kept.append([result.detach() for result in results[: len(self.results)]])
+        gradients: list[Tensor | None] = [None] * len(results)
+        gradients[self.loss] = weight.to(loss.dtype).expand_as(loss)
+        return gradients
+
+    @property
+    def scale(self) -> Tensor:
+        """Factor on gradients and on the loss: one over what all micro-batches count together."""
+        total = torch.stack(self.weights).sum()
+        return torch.where(total == 0, 0.0, 1 / total) if self.rows else torch.ones_like(total)
+
+    def combined(self) -> list[Tensor]:
+        """The results of the whole batch."""
+        found = []
+        for number, (how, dim) in enumerate(self.results):
+            parts = [own[number] for own in self.kept]
+            if how.how is How.SAMPLES:
+                assert dim is not None  # such a result has samples
+                found.append(torch.cat(parts, dim))
+            elif how.how is How.SAME:
+                found.append(parts[0])
+            else:
+                found.append(self._number(how, parts, number == self.loss))
+        return found
+
+    def _number(self, how: Combination, parts: list[Tensor], is_loss: bool) -> Tensor:
+        """A mean or a sum of the whole batch."""
+        stacked = torch.stack(parts)
+        if how.how is How.SUM:
+            return stacked.sum(0)
+        fractions = torch.tensor(self.fractions, dtype=torch.float64, device=stacked.device)
+        weights = torch.stack(self.weights) if is_loss else fractions
+        weights = weights.view(-1, *(1,) * (stacked.dim() - 1))
+        # Where nothing counts in a micro-batch its mean is no number; where nothing does at all, neither is the whole.
+        terms = torch.where(weights == 0, 0.0, stacked.to(torch.float64) * weights)
+        total = terms.sum(0) * (self.scale if is_loss else 1.0)
+        nothing = weights.sum() == 0
+        return torch.where(nothing, torch.nan, total).to(stacked.dtype)
+
+
+def run_with_loss(step: LossInside, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """The results of a step with its loss inside; the loss is differentiable in inputs and parameters, once."""
+    executor = step.executor
+    tensors, aliases = [*inputs.values(), *executor.store.trainable.values()], None
+    if executor.transport.processes > 1:
+        aliases = executor.aliases()
+        tensors[len(inputs) :] = aliases.tensors
+    results: tuple[Tensor, ...] = _StepWithLoss.apply(  # type: ignore[no-untyped-call]
+        step, tuple(inputs), aliases, *tensors
+    )
+    return list(results)
+
+
+class _StepWithLoss(torch.autograd.Function):
+    """Forward and backward of all micro-batches as one node of the caller's graph, whose backward multiplies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: LossInside, names: tuple[str, ...], aliases: ParameterAliases | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        of_parameters, of_inputs = run_micro_batches(step.micro_batches, step.gradients)
+        found: list[Tensor | None] = []
+        for place, name in enumerate(names):
+            parts, dim = [own[place] for own in of_inputs], step.inputs[name]
+            known = [part for part in parts if part is not None]
+            whole = None if not known else torch.cat(known, dim) if dim is not None else torch.stack(known).sum(0)
+            found.append(whole)
+        ctx.found, ctx.step, ctx.aliases = [*found, *of_parameters.values()], step, aliases
+        ctx.set_materialize_grads(False)
+        results = step.combined()
+        ctx.mark_non_differentiable(
+            *(result for result in results if not (result.is_floating_point() or result.is_complex()))
+        )
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        step: LossInside = ctx.step
+        graph, transport = step.executor.graph, step.executor.transport
+        outputs = [value for value in graph.user_outputs if isinstance(value, str)]
+        others = [n for n, one in enumerate(gradients) if one is not None and n != step.loss]
+        if others:
+            raise RuntimeFailure(
+                f"{graph.label(outputs[others[0]])} takes part in a loss outside of the model, and {len(step.weights)} "
+                f"micro-batches have gone back by {graph.label(outputs[step.loss])} alone; compute the whole loss in "
+                "the model (loss=fn), use train_step, or plan with 1 micro-batch"
+            )
+        if ctx.found is None:
+            raise RuntimeFailure(
+                "the gradients of a step in micro-batches are there for one backward; call the model again, or plan "
+                "with 1 micro-batch"
+            )
+        found, ctx.found = ctx.found, None
+        own = gradients[step.loss]
+        if own is None:
+            return (None, None, None, *(None for _ in found))
+        if transport.processes > 1:
+            every = transport.gather_tensors("the gradient of the loss", own.to(torch.float64).reshape(()))
+            if any(bool(one != every[0]) for one in every):
+                told = ", ".join(f"{one.item():.6g}" for one in every)
+                raise RuntimeFailure(
+                    f"processes multiply the loss by different numbers ({told}), which micro-batches that have gone "
+                    "back already cannot tell apart; multiply by one number in all, or plan with 1 micro-batch"
+                )
+        factor = own.to(torch.float64) * step.scale
+        given = [None if one is None else one.mul_(factor.to(one.dtype).to(one.device)) for one in found]
+        return (None, None, None, *given)

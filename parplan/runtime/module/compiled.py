@@ -27,8 +27,8 @@ from parplan.plan import Plan
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.execution.dispatch import ThreadsOption
 from parplan.runtime.execution.executor import Executor
-from parplan.runtime.execution.micro_batch_run import run_with_loss
 from parplan.runtime.execution.program_function import run_program
+from parplan.runtime.execution.staged_run import run_with_loss
 from parplan.runtime.measurement.measure import MeasuredModel, StepRecorder, StepsToRun, measure
 from parplan.runtime.measurement.measured_step import MeasuredStep
 from parplan.runtime.measurement.predicted import Expected
@@ -267,7 +267,7 @@ class Compiled(Wrapped):
         return executor
 
     def _agreed(self, call: ModelCall, captured: Captured) -> Agreement:
-        """What all processes know of a call, in front of which it was compared with the plain module if need be."""
+        """Agreement of all processes on a call, which is compared with the plain module first if need be."""
         sync = self._programs.sync
         if captured.exchanges or (sync is not None and sync.stale):
             come_together(self._transport, self.training)

@@ -18,7 +18,7 @@ from parplan.lowering.micro_batches import combinations
 from parplan.lowering.passes import local_ranges, take
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.execution.executor import Executor
-from parplan.runtime.execution.micro_batch_run import LossInside, MicroBatch
+from parplan.runtime.execution.staged_run import LossInside, MicroBatch
 from parplan.runtime.programs.program_cache import Captured, Programs
 from parplan.runtime.transport.base import Transport
 

@@ -32,8 +32,7 @@ from parplan.lowering.program import OnePass, Slot, Staged
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.compat import gradient_hooks
 from parplan.runtime.execution.executor import Executor
-from parplan.runtime.execution.micro_batch_run import MicroBatch, run_micro_batches
-from parplan.runtime.execution.staged_run import Moment, run_passes
+from parplan.runtime.execution.staged_run import MicroBatch, Moment, run_micro_batches, run_passes
 from parplan.runtime.preserve_state import without_gradients
 from parplan.runtime.programs.program_cache import Captured
 from parplan.runtime.programs.sample_axes import SampleAxis, result_axis
