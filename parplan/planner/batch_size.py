@@ -37,13 +37,14 @@ Estimated = Callable[[int, PlanRequest], Prediction]
 
 
 def smallest_step(devices: int, request: PlanRequest) -> int:
-    """The fewest samples of which every multiple is a batch that the rules allow: one per device, if nothing is fixed.
+    """The fewest samples of which every multiple is a batch that the rules allow: one per device and micro-batch, if
+    nothing is fixed.
 
     >>> smallest_step(4, PlanRequest())
     4
     """
     planned = [strategy.replicas for strategy in request.plan.layers.values()] if request.plan is not None else []
-    return lcm(devices, *planned, *(pin.replicas or 1 for pin in request.pins))
+    return lcm(devices, *planned, *(pin.replicas or 1 for pin in request.pins)) * (request.asked_micro_batches or 1)
 
 
 def best_batch(

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from parplan.plan import Scheme
-from parplan.planner.decision import ANY_BLOCK, BRANCHES, Proof
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, MicroBatchesTried, Proof
 from parplan.report.terminal import Detail, render
 from tests.every_case import every_case
 from tests.report.decisions import DECISIONS, alexnet, crowded, on_two_kinds, resnet, schemes
@@ -190,3 +190,25 @@ def test_several_kinds_of_devices_are_named_with_their_memories(width: int) -> N
     assert "one device (v100-sxm2)" in together
     assert "of 15.0 GiB on " in together
     assert "of 4.00 GiB on device 3" in together
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_numbers_of_micro_batches_are_compared(width: int) -> None:
+    found = alexnet()
+    tried = (
+        MicroBatchesTried(1, None, None, False),
+        MicroBatchesTried(2, 0.0123, 5 * 2**30, False),
+        MicroBatchesTried(4, 0.0131, 3 * 2**30, True),
+        MicroBatchesTried(8, None, None, True),
+    )
+    plan = replace(found.plan, micro_batches=4)
+    text = printed(replace(found, plan=plan, micro_batches=tried), width)
+    assert re.search(r"^Use .* in 4 micro-batches", text)
+    assert f"batch {plan.batch:,} in 4 micro-batches" in text
+    rows = text[text.index("\nMicro-batches ") :].splitlines()[4:8]
+    assert [" ".join(row.split()) for row in rows] == [
+        f"1 {plan.batch} no plan fits",
+        f"2 {plan.batch // 2} 5.00 GiB does not fit",
+        f"4 {plan.batch // 4} 13.10 ms 3.00 GiB chosen",
+        f"8 {plan.batch // 8} none is faster",
+    ]

@@ -54,6 +54,31 @@ def by_train_step(rule: Rule, devices: int, micro_batches: int, samples: int) ->
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-9)
 
 
+class Scaled(nn.Module):
+    """A loss of rows times one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = Rows(), nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.mse_loss(self.net(x) * self.scale, y)
+
+
+def own_losses(rank: int, ranks: int) -> None:
+    """Every process's own number, as DistributedDataParallel has it: as in one micro-batch."""
+    net, samples = Scaled(), 4 + rank
+    own = torch.randn(samples, 8).double() + rank, torch.randn(samples, 8).double()
+    found = []
+    for count in (1, 3):
+        rule = planner(spread(ranks, "data"), ranks, micro_batches=count)
+        model = Compiled(copy.deepcopy(net), rule, scalars="per_replica", check="off")
+        loss = model(*own)
+        (loss / 2).backward()
+        found.append((loss.detach(), [parameter.grad for parameter in model.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
 def on_ranks(rank: int, ranks: int) -> None:
     """Data parallel and cut plans; and a loss that ranks multiply by different numbers is refused on all."""
     for name in ("padded labels", "weights", "sum"):
@@ -70,3 +95,4 @@ def on_ranks(rank: int, ranks: int) -> None:
         assert "multiply the loss by different numbers (1, 2" in str(error)  # noqa: PT017
     else:
         raise AssertionError("gradients of losses that ranks multiply by different numbers were given")
+    own_losses(rank, ranks)  # last: processes draw different numbers from here on

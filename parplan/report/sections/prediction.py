@@ -27,6 +27,8 @@ def print_prediction(page: Page, decision: Decision) -> None:
         headline.append(f"{decision.speedup:.2f} x as fast as one device{'' if fits else ' with enough memory'}")
     if decision.passes is not None and decision.passes.count > 1:
         headline.append(f"{decision.passes.count} passes")
+    if decision.plan.micro_batches > 1:
+        headline.append(f"{decision.plan.micro_batches} micro-batches")
     rows = [_row("step", scale.text(step.step_s), "", ", ".join(headline), "bold")]
     # Where all lines add up to the step, what of the transfers is in no layer's line: results on their way back.
     rest_s, moved = step.transfer_s - sum(layer.transfer_s for layer in decision.layers), list[str]()

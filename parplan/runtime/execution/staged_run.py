@@ -277,14 +277,15 @@ class _StepWithLoss(torch.autograd.Function):
         own = gradients[step.loss]
         if own is None:
             return (None, None, None, *(None for _ in found))
+        own = own.to(torch.float64).reshape(())  # of one process a number of its own has one entry
         if transport.processes > 1:
-            every = transport.gather_tensors("the gradient of the loss", own.to(torch.float64).reshape(()))
+            every = transport.gather_tensors("the gradient of the loss", own)
             if any(bool(one != every[0]) for one in every):
                 told = ", ".join(f"{one.item():.6g}" for one in every)
                 raise RuntimeFailure(
                     f"processes multiply the loss by different numbers ({told}), which micro-batches that have gone "
                     "back already cannot tell apart; multiply by one number in all, or plan with 1 micro-batch"
                 )
-        factor = own.to(torch.float64) * step.scale
+        factor = own * step.scale
         given = [None if one is None else one.mul_(factor.to(one.dtype).to(one.device)) for one in found]
         return (None, None, None, *given)
