@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parplan.errors import RuntimeFailure
+from parplan.errors import PlanError, RuntimeFailure
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import Rule, planner, spread
 from tests.runtime.loss_cases import LANGUAGE, Language, cut_losses, language_batch, trained_beside
@@ -77,6 +77,15 @@ def own_losses(rank: int, ranks: int) -> None:
         (loss / 2).backward()
         found.append((loss.detach(), [parameter.grad for parameter in model.parameters()]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+    # What processes count differs, and their gradients are summed before it is known.
+    rule = planner(cut_losses(ranks, 1), ranks, micro_batches=2)
+    model = Compiled(Language(), rule, scalars="per_replica", check="off")
+    try:
+        model(*language_batch(4, (0,) if rank else ()))
+    except PlanError as error:
+        assert 'compile with scalars="whole"' in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("a loss of each process over targets was summed with one factor")
 
 
 def on_ranks(rank: int, ranks: int) -> None:

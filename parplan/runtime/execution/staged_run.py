@@ -202,20 +202,24 @@ class LossInside:
             elif how.how is How.SAME:
                 found.append(parts[0])
             else:
-                found.append(self._number(how, parts, number == self.loss))
+                found.append(self._number(how, parts, how.counts == self.results[self.loss][0].counts))
         return found
 
-    def _number(self, how: Combination, parts: list[Tensor], is_loss: bool) -> Tensor:
-        """A mean or a sum of the whole batch."""
+    def _number(self, how: Combination, parts: list[Tensor], as_loss: bool) -> Tensor:
+        """A mean or a sum of the whole batch.
+
+        Args:
+            as_loss: it counts what the loss does.
+        """
         stacked = torch.stack(parts)
         if how.how is How.SUM:
             return stacked.sum(0)
         fractions = torch.tensor(self.fractions, dtype=torch.float64, device=stacked.device)
-        weights = torch.stack(self.weights) if is_loss else fractions
+        weights = torch.stack(self.weights) if as_loss and self.rows else fractions
         weights = weights.view(-1, *(1,) * (stacked.dim() - 1))
         # Where nothing counts in a micro-batch its mean is no number; where nothing does at all, neither is the whole.
         terms = torch.where(weights == 0, 0.0, stacked.to(torch.float64) * weights)
-        total = terms.sum(0) * (self.scale if is_loss else 1.0)
+        total = terms.sum(0) * (self.scale if as_loss else 1.0)
         nothing = weights.sum() == 0
         return torch.where(nothing, torch.nan, total).to(stacked.dtype)
 

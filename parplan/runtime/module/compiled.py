@@ -216,6 +216,8 @@ class Compiled(Wrapped):
         if not early and not several:
             return None
         check_staged(self, self.module, call)
+        if several:
+            captured.check_weighed_by_samples()
         parts = self._parts(call, captured) if several else None
         executor, graph = self._ready(call, captured) if parts is None else parts.executor, captured.graph
         program = executor.program

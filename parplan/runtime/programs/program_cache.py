@@ -19,7 +19,7 @@ from parplan.graph.attributes.input_checks import InputCheck
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Block, Grid, shape_of
 from parplan.lowering.lower import lower
-from parplan.lowering.micro_batches import check_micro_batches, combinations
+from parplan.lowering.micro_batches import How, check_micro_batches, combinations
 from parplan.lowering.passes import early_periods
 from parplan.lowering.program import Program
 from parplan.lowering.stages import stages
@@ -142,7 +142,7 @@ class Captured:
         """The result that is the loss of a step in micro-batches; None where it is outside of the model.
 
         Raises:
-            PlanError: there are several.
+            PlanError: there are several, or another result is a mean over other targets.
         """
         wanted = dict.fromkeys(value for value in self.graph.user_outputs if isinstance(value, str))
         found = [v for v in wanted if self.graph.values[v].shape == () and self.graph.values[v].requires_grad]
@@ -152,7 +152,30 @@ class Captured:
                 f"the model returns several losses ({losses}), and micro-batches go back by one before all have gone "
                 "forward; add them up in the model, or plan with 1 micro-batch"
             )
-        return found[0] if found else None
+        if not found:
+            return None
+        own = combinations(self.graph)
+        for value in wanted:
+            if own[value].counts not in (None, own[found[0]].counts):
+                raise PlanError(
+                    f"{self.graph.label(value)}: counts other targets than the loss, and micro-batches are weighed by "
+                    "what the loss counts; compute it outside of the model, or plan with 1 micro-batch"
+                )
+        return found[0]
+
+    def check_weighed_by_samples(self) -> None:
+        """Refuse a number of the model's in a step whose micro-batches are weighed by samples.
+
+        Raises:
+            PlanError: it is a sum, or a mean over targets.
+        """
+        for value, own in combinations(self.graph).items():
+            if own.how is How.SUM or own.counts is not None:
+                raise PlanError(
+                    f"{self.graph.label(value)}: is {'a sum' if own.how is How.SUM else 'a mean over targets'}, and "
+                    "train_step weighs micro-batches by samples; call the model in the usual loop (loss.backward()), "
+                    "which weighs its loss by what counts, or plan with 1 micro-batch"
+                )
 
     @cached_property
     def of_micro_batch(self) -> Captured:
@@ -257,6 +280,13 @@ class Programs:
         known = Captured(graph, strategies, plan.scheme, seeded, groups=groups, micro_batches=several)
         if known.groups is not None and known.groups.replicas > 1:
             check_own_samples(graph)
+        loss = known.loss if several > 1 and self._options.per_replica else None
+        # Gradients are summed over processes by one factor, and each of them would have its own.
+        if loss is not None and combinations(graph)[loss].counts is not None:
+            raise PlanError(
+                f"{graph.label(loss)}: is a mean over targets, of which processes may count different numbers; in "
+                'micro-batches compile with scalars="whole", or plan with 1 micro-batch'
+            )
         known.supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes, self._options)
         if self._options.dim is None:
             known.compares = 'inputs="same" says that all bring the same'

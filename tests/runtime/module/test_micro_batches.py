@@ -117,6 +117,49 @@ def test_other_results_are_put_together() -> None:
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-14)
 
 
+class Twice(nn.Module):
+    """A loss over targets, the same without a gradient, and one that counts other targets."""
+
+    def __init__(self, others: bool = False) -> None:
+        super().__init__()
+        self.net, self.others = Rows().net, others
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        scores = self.net(x)
+        loss = functional.cross_entropy(scores, y)
+        again = functional.cross_entropy(scores, y, ignore_index=1) if self.others else loss
+        return 2 * loss, again.detach()
+
+
+def ignored_batch() -> tuple[Tensor, Tensor]:
+    """Nothing counts in the first of four micro-batches, one target in the second."""
+    return torch.randn(8, 8).double(), torch.tensor([-100, -100, 1, -100, 2, 3, 4, 5])
+
+
+def test_another_mean_over_the_same_targets_weighs_as_the_loss_does() -> None:
+    torch.manual_seed(0)
+    net, batch = Twice(), ignored_batch()
+    model = Compiled(copy.deepcopy(net), planner(spread(2, "data"), 2, micro_batches=4), devices=["cpu"] * 2)
+    for found, wanted in zip(model(*batch), net(*batch), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_another_mean_over_other_targets_is_refused() -> None:
+    model = Compiled(Twice(True), planner(spread(2, "data"), 2, micro_batches=4), devices=["cpu"] * 2)
+    with pytest.raises(PlanError, match="counts other targets than the loss"):
+        model(torch.randn(8, 8).double(), torch.randint(0, 8, (8,)))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_train_step_does_not_weigh_by_samples_what_the_model_counts_otherwise(reduction: str) -> None:
+    net = Language(reduction=reduction)
+    model = Compiled(net, planner(spread(2, "data"), 2, micro_batches=4), devices=["cpu"] * 2)
+    tokens, labels = language_batch(8, (0, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PlanError, match="train_step weighs micro-batches by samples"):
+        model.train_step((tokens, labels), None, lambda loss, _: loss, optimizer)
+
+
 def test_gradients_through_another_result_are_refused() -> None:
     model, batch = scored(), batch_of()
     found = model(*batch)
