@@ -159,11 +159,16 @@ class Moments:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes held at the points [start, end) of a step (see Moments)."""
+    """Bytes held at the points [start, end) of a step (see Moments).
+
+    Args:
+        estimated: they depend on what other layers do, and a plan may do without.
+    """
 
     start: int
     end: int
     nbytes: int
+    estimated: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ class LayerMemory:
         saved_bytes: what lives from its forward into the backward.
         transient_bytes: what it holds besides at the moment it holds most.
         held: all of it by time, which is what a peak is the sum of; the intervals are the same for all strategies,
-            each at most once.
+            each at most once, and once estimated.
     """
 
     weights_bytes: int

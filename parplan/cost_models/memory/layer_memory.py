@@ -85,16 +85,21 @@ class MemoryModel:
         """Bytes on the device that has `local`."""
         layer, calls, trained_bytes = local.layer, op_calls(self.graph, local), sum(self.trained_bytes(local))
         moved_bytes = self._nbytes(local, (*layer.inputs, *layer.outputs))
-        held: dict[tuple[int, int], int] = defaultdict(int)
-        for one in (*self._alone(local, calls), *self._around(local)):
-            held[one.start, one.end] += one.nbytes
+        held: dict[tuple[int, int, bool], int] = defaultdict(int)
+        for estimated, parts in ((False, self._alone(local, calls)), (True, self._around(local))):
+            for one in parts:
+                held[one.start, one.end, estimated] += one.nbytes
         return LayerMemory(
             weights_bytes=self._nbytes(local, (*self._own_parameters(local), *layer.buffers)),
             gradients_bytes=trained_bytes,
             optimizer_bytes=self.optimizer.states * trained_bytes,
             saved_bytes=self._saved_bytes(local, calls),
             transient_bytes=moved_bytes + _workspace_bytes(calls, layer.outputs),
-            held=tuple(Held(*interval, nbytes) for interval, nbytes in sorted(held.items()) if nbytes > 0),
+            held=tuple(
+                Held(start, end, nbytes, estimated)
+                for (start, end, estimated), nbytes in sorted(held.items())
+                if nbytes
+            ),
         )
 
     def trained_bytes(self, local: LocalLayer) -> list[int]:

@@ -10,7 +10,7 @@ from parplan.planner.search.context import Case
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.solver.problem import Problem, Solution
 
-__all__ = ["Lacking", "fitting"]
+__all__ = ["Lacking", "fitting", "lacking"]
 
 ATTEMPTS = 4
 """How often a plan that does not fit with its transfers makes the solver search again, with so much less memory."""
@@ -29,20 +29,22 @@ def fitting(
 ) -> tuple[Solution, Lacking | None]:
     """A solution that fits with its transfers, and of those tried that do not the nearest to it.
 
-    What transfers need is known once a plan is lowered. Where that is too much, the next plan has to take less by what
-    is lacking, without its transfers: below the limit and below what this one takes, or this one would be found again.
-    The bound stays that of the first solution, which nothing beats. Where nothing that fits is found, the first one is
-    returned: another shape may still have a plan, and `decide` refuses one that does not fit.
+    What transfers need is known once a plan is lowered; before, layers estimate it. So the first solution is one
+    without estimates: what it says of all plans (that none fits, the bound) holds. Where its plan does not fit, the
+    estimates count too. Where they are not enough, the next plan has to take less by what is lacking, without its
+    transfers: below the limit and below what this one takes, or this one would be found again. Where nothing that fits
+    is found, the first solution is returned: another shape may still have a plan, and `decide` refuses one that does
+    not fit.
 
     Args:
         solve: a solution of a problem; told whether it is the first.
     """
-    first = found = solve(problem, True)
-    limits, closest = problem.limits, None
+    first, closest = solve(problem.relaxed, True), None
+    found, limits = first, problem.limits
     for again in range(ATTEMPTS + 1):
         if again:
             found = solve(replace(problem, limits=limits), False)
-        over = _lacking(case, formulation, found.choice) if found.choice is not None else None
+        over = lacking(case, formulation, found.choice) if found.choice is not None else None
         if found.choice is None or over is None:
             break
         if not any(over):
@@ -50,13 +52,14 @@ def fitting(
         if closest is None or max(over) < closest.lacking_bytes:
             closest = Lacking(max(over), found.choice)
         alone = formulation.device_peaks(found.choice, case.cluster.count)
-        taken = (alone[lane] if more else inf for lane, more in zip(formulation.shape.lanes, over, strict=True))
-        known = map(min, limits, taken)
-        limits = tuple(max(0.0, most - more) for most, more in zip(known, over, strict=True))
+        taken = [alone[lane] if more else 0.0 for lane, more in zip(formulation.shape.lanes, over, strict=True)]
+        if again or all(nbytes <= most for nbytes, most in zip(taken, limits, strict=True)):
+            known = [min(most, nbytes or inf) for nbytes, most in zip(taken, limits, strict=True)]
+            limits = tuple(max(0.0, most - more) for most, more in zip(known, over, strict=True))
     return first, closest
 
 
-def _lacking(case: Case, formulation: Formulation, choice: Sequence[int]) -> list[float] | None:
+def lacking(case: Case, formulation: Formulation, choice: Sequence[int]) -> list[float] | None:
     """Bytes that a choice lacks by kind of device, transfers included; None where costs do not know."""
     peaks, devices = case.costs.peaks(formulation.strategies(choice)), case.cluster.devices
     if peaks is None:

@@ -39,11 +39,16 @@ UNBOUND = 0.2
 
 @dataclass(frozen=True)
 class Searched:
-    """A search that ended with a plan, and the numbers of micro-batches that were compared."""
+    """A search that ended with a plan, and the numbers of micro-batches that were compared.
+
+    Args:
+        why_whole: the reason for which there can be no more than one, once more were asked for.
+    """
 
     search: ShapeSearch
     found: Found
     tried: tuple[MicroBatchesTried, ...] = ()
+    why_whole: str = ""
 
     @property
     def case(self) -> Case:
@@ -213,7 +218,8 @@ class _Counts:
             gap = 1 - self._bound_s / proof.objective
             status = (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value
             proof = replace(proof, bound=self._bound_s, gap=gap, status=status)
-        return replace(best, found=replace(best.found, proof=proof), tried=tried if len(tried) > 1 else ())
+        best = replace(best, found=replace(best.found, proof=proof), why_whole=self.why)
+        return replace(best, tried=tried if len(tried) > 1 else ())
 
 
 def _peaks(own: Searched) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from parplan.planner.search.baselines import baselines
 from parplan.planner.search.branches import Branch, averaged, foldable, sections
 from parplan.planner.search.context import EXACT, SIMULATED, fits, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placed
-from parplan.planner.search.fitting import fitting
+from parplan.planner.search.fitting import fitting, lacking
 from parplan.planner.search.formulations import Bound, Formulations, OutOfTime
 from parplan.planner.search.schemes import no_updates, schemes_of, shapes, updates_lost
 from parplan.planner.search.simpler import Candidate, differences, simplest
@@ -201,16 +201,23 @@ class _Run:
         return Plan(graph.model, graph.fingerprint, batch, count, layers, rules, scheme, several)
 
     def by_hand(self, formulation: Formulation) -> Candidate | None:
-        """The fastest plan by hand that fits and keeps the pins: the least to give where the solver found none."""
+        """The fastest plan by hand that fits and keeps the pins: the least to give where the solver found none.
+
+        Where none fits, the nearest to it is kept as that.
+        """
         case, problem = self.case, masked(formulation, self.pinned)
+        free = replace(problem, limits=(inf,) * len(problem.limits))
         known = baselines(
             case.graph, case.cluster, case.costs, formulation, self.plan_of(formulation, [0] * len(problem.nodes)),
             lambda restricted: case.deadline.watched(solve(restricted, case.deadline.part_s(SHARE))),
         )  # fmt: skip
         choices = [formulation.choice(one.plan.layers) for one in known if one.plan is not None]
-        found = (
-            self.candidate(formulation, c, objective(problem, c)) for c in choices if evaluate(problem, c).feasible
-        )
+        choices = [choice for choice in choices if evaluate(free, choice).feasible]
+        found = [self.candidate(formulation, choice, objective(problem, choice)) for choice in choices]
+        if not any(found):
+            lack = [(max(lacking(case, formulation, choice) or [inf]), choice) for choice in choices]
+            for nbytes, choice in sorted(lack)[: self.unfit is None]:
+                self.lacks(nbytes, formulation, choice)
         return min(filter(None, found), key=lambda one: one.step_s, default=None)
 
     def solved(self, formulation: Formulation, problem: Problem) -> Solution:
@@ -417,7 +424,7 @@ class _Run:
         formulation, solution = self.first or (self.search.one_pass(), None)
         if solution is None or solution.choice is None:
             formulation = self.search.one_pass()
-            solution = again(masked(formulation, pinned))
+            solution = again(masked(formulation, pinned).relaxed)
             if solution.choice is None and case.request.pins:
                 return no_plan(formulation, asked, solution, again)
             if solution.choice is None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from parplan.cluster import Cluster
-from parplan.cost_models.costs import CostModel, Held, Moments
+from parplan.cost_models.costs import CostModel, Moments
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.repeated import Fold
 from parplan.lowering.stages import Stage
@@ -308,7 +308,10 @@ def _counted_often(
             """The moment, or the end of the blocks between; memory is most at the first or last block."""
             return next((one.stop for one in ranges if moment in one), moment)
 
-        held = [[Held(later(h.start), later(h.end), times * h.nbytes) for h in one.memory.held] for one in options[v]]
+        held = [
+            [replace(h, start=later(h.start), end=later(h.end), nbytes=times * h.nbytes) for h in one.memory.held]
+            for one in options[v]
+        ]
         options[v] = tuple(
             replace(one, memory=replace(one.memory, held=tuple(h for h in parts if h.start < h.end)))
             for one, parts in zip(options[v], held, strict=True)
@@ -393,11 +396,11 @@ def reassembled(formulation: Formulation, parts: StepParts) -> Problem:
 def _usages(options: Sequence[Option], device: int, resource: int) -> list[Usage]:
     """One for every interval in which some strategy holds something on `device`, whose memory is `resource`."""
     here = [option.memory.held if device in option.strategy.devices else () for option in options]
-    amounts: dict[tuple[int, int], FloatArray] = {}
+    amounts: dict[tuple[int, int, bool], FloatArray] = {}
     for index, held in enumerate(here):
         for one in held:
-            amounts.setdefault((one.start, one.end), np.zeros(len(options)))[index] = one.nbytes
-    return [Usage(resource, start, end, nbytes) for (start, end), nbytes in sorted(amounts.items())]
+            amounts.setdefault((one.start, one.end, one.estimated), np.zeros(len(options)))[index] = one.nbytes
+    return [Usage(resource, start, end, nbytes, about) for (start, end, about), nbytes in sorted(amounts.items())]
 
 
 def _strict_rules(graph: LayerGraph, names: Sequence[str], options: Sequence[Sequence[Option]]) -> list[Linear]:

@@ -52,12 +52,16 @@ class Usage:
     """Bytes per strategy that a node holds of one memory, at the time points [start, end).
 
     Amounts are bytes, rounded up to whole ones, so that float and integer sums agree exactly.
+
+    Args:
+        estimated: the node may do without, as other nodes decide: `Problem.relaxed` leaves it out.
     """
 
     resource: int
     start: int
     end: int
     amounts: FloatArray
+    estimated: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "amounts", np.ceil(_costs(self.amounts, f"usage of memory {self.resource}", 1)))
@@ -205,6 +209,12 @@ class Problem:
     def sizes(self) -> list[int]:
         """The number of strategies of each node."""
         return [node.size for node in self.nodes]
+
+    @property
+    def relaxed(self) -> Problem:
+        """The problem without what nodes hold by an estimate: whatever fits, fits it."""
+        certain = (replace(node, usages=tuple(u for u in node.usages if not u.estimated)) for node in self.nodes)
+        return replace(self, nodes=tuple(certain))
 
     def resource_name(self, resource: int) -> str:
         """Name of a memory in messages."""
@@ -409,7 +419,7 @@ def restrict(problem: Problem, keep: Sequence[Mask]) -> Reduced:
     pairs = [np.ix_(index[edge.source], index[edge.target]) for edge in edges]
     for v, (node, kept) in enumerate(zip(nodes, index, strict=True)):
         if len(kept) < node.size:
-            usages = tuple(Usage(u.resource, u.start, u.end, u.amounts[kept]) for u in node.usages)
+            usages = tuple(replace(u, amounts=u.amounts[kept]) for u in node.usages)
             nodes[v] = Node(node.name, node.cost_s[kept], usages)
     for e, edge in enumerate(edges):
         if (len(index[edge.source]), len(index[edge.target])) != edge.cost_s.shape:

@@ -124,5 +124,5 @@ def test_no_plan_by_hand_is_given_that_does_not_fit(monkeypatch: pytest.MonkeyPa
     graph = perceptron()
     cluster = cluster_preset("k20", 2).with_memory(1000)
     monkeypatch.setattr("parplan.planner.search.select.solve", unsolved)
-    with pytest.raises(InfeasiblePlan):
+    with pytest.raises(InfeasiblePlan, match=r"no plan was found that fits .* which has 1,000 bytes and lacks"):
         decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest())
