@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -59,6 +59,11 @@ def hybrid(graph: LayerGraph, layer: Layer, devices: int) -> Strategy:
     first = next((names.index(n) for n, known in graph.layers.items() if known.kind == "linear"), len(names))
     rule = data_parallel if names.index(layer.name) < first else sharded
     return rule(graph, layer, devices)
+
+
+def sharded_state(graph: LayerGraph, layer: Layer, devices: int) -> Strategy:
+    """Data parallel with state in slices."""
+    return replace(data_parallel(graph, layer, devices), state="sharded")
 
 
 MICRO_BATCHES = 4
@@ -107,6 +112,7 @@ def cases(devices: int, only: str = "") -> list[Case]:
     whose words contain `only`."""
     kinds = [("one device", name) for name in OPTIMIZERS] if devices == 1 else list(zip(PLANS, OPTIMIZERS, strict=True))
     every = [Case(net, plan, optimizer, devices) for net in NETWORKS for plan, optimizer in kinds]
+    every += [Case(net, "sharded state", "adam", devices) for net in NETWORKS if devices > 1]
     plans = ["one device"] if devices == 1 else list(PLANS)
     normed = {net.name for net in NETWORKS if any(isinstance(m, nn.BatchNorm2d) for m in net.build().modules())}
     every += [
@@ -133,7 +139,7 @@ def peaks(case: Case) -> Peaks:
     predicted: list[int] = []
 
     def planner(graph: LayerGraph) -> Plan:
-        rule = PLANS.get(case.plan, data_parallel)
+        rule = {**PLANS, "sharded state": sharded_state}.get(case.plan, data_parallel)
         chosen = {name: rule(graph, layer, case.devices) for name, layer in graph.layers.items()}
         small = at_batch(graph, (graph.batch or 1) // case.micro_batches)
         program = lower(small, chosen, StepSetting.per_process(case.devices, small.batch or 1))

@@ -202,15 +202,17 @@ def pins(plan: str, module: nn.Module, free: Sequence[str] = ()) -> list[str] | 
 
     Args:
         plan: "replicas": two of every layer; "shards": two of every layer with weights; "mixed": replicas of the first
-            half of the layers with weights, shards of the rest; "solver": nothing is decided by hand.
+            half of the layers with weights, shards of the rest; "slices": two replicas of every layer, their state in
+            slices; "solver": nothing is decided by hand.
         free: names of layers that are left to the solver in any case.
     """
     names = [name or "*" for name, layer in module.named_modules() if isinstance(layer, WITH_WEIGHTS)]
     names = [name for name in names if name not in free]
-    half = {"replicas": len(names), "shards": 0, "mixed": len(names) // 2}.get(plan)
+    half = {"replicas": len(names), "shards": 0, "mixed": len(names) // 2, "slices": len(names)}.get(plan)
     if half is None or not names:
         return None
-    return [f"{name}={'replicas' if number < half else 'shards'}:2" for number, name in enumerate(names)]
+    state = " state:sharded" if plan == "slices" else ""
+    return [f"{name}={'replicas' if number < half else 'shards'}:2{state}" for number, name in enumerate(names)]
 
 
 def compare(found: Run, wanted: Run, tolerance: float = TOLERANCE, of_states: float = 0.0) -> list[str]:

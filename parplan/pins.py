@@ -1,8 +1,9 @@
 """Pins: what a person decides by hand before the solver decides the rest, as data and as text.
 
 `fc6=shards:4` names layers by a pattern and gives words: `replicas:4`, `shards:4`, `axis:out-features`, `gpu:0,1`
-(logical devices, in that order), `update:2` (update the weights every 2 passes). Command line, code and TOML speak the
-same words. What pins mean for a model's layers is the planner's part (planner/search_space/pin_constraints.py).
+(logical devices, in that order), `update:2` (update the weights every 2 passes), `state:sharded`. Command line, code
+and TOML speak the same words. What pins mean for a model's layers is the planner's part
+(planner/search_space/pin_constraints.py).
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from parplan.errors import PinError
-from parplan.fields import Field, count, parse_toml, read_fields, read_file, text
+from parplan.fields import Field, choice, count, parse_toml, read_fields, read_file, text
+from parplan.plan import STATES
 
 __all__ = ["WORDS", "Pin", "PinsLike", "parse_pin", "pins_from", "pins_from_toml", "read_pins"]
 
-GRAMMAR = "words are replicas:4, shards:4, axis:out-features, gpu:0,1 and update:2"
+GRAMMAR = "words are replicas:4, shards:4, axis:out-features, gpu:0,1, update:2 and state:sharded"
 MOST = 10**6  # more replicas, shards, devices or passes are a slip
 
 
@@ -33,6 +35,7 @@ class Pin:
         pattern: dotted layer names, with *, ? and [...]; the name of a module stands for all layers in it.
         devices: logical devices, replica by replica, the shards of a replica side by side.
         update_period: passes between updates of the weights.
+        state: "replicated" or "sharded" (plan.Strategy).
         origin: where it was given, for messages ("--pin", a file's name).
     """
 
@@ -42,6 +45,7 @@ class Pin:
     axis: str | None = None
     devices: tuple[int, ...] | None = None
     update_period: int | None = None
+    state: str | None = None
     origin: str = "pins"
 
     def matches(self, layer: str) -> bool:
@@ -62,6 +66,7 @@ class Pin:
             "axis": self.axis,
             "gpu": None if self.devices is None else ",".join(map(str, self.devices)),
             "update": self.update_period,
+            "state": self.state,
         }
         return " ".join(f"{word}:{value}" for word, value in found.items() if value is not None)
 
@@ -76,8 +81,8 @@ PinsLike = Mapping[str, Any] | Sequence[str | Pin] | str | Path
 def parse_pin(text: str, origin: str = "--pin") -> Pin:
     """One pin from text.
 
-    >>> parse_pin("fc6=shards:4 axis:out-features")
-    Pin(pattern='fc6', replicas=None, shards=4, axis='out-features', devices=None, update_period=None, origin='--pin')
+    >>> parse_pin("fc6=shards:4 axis:out-features").words
+    'shards:4 axis:out-features'
 
     Raises:
         PinError: no pattern, no words, an unknown word or a value that makes no sense.
@@ -168,6 +173,7 @@ def _pin(pattern: Any, words: Any, origin: str, where: str) -> Pin:
         axis=read.get("axis"),
         devices=read.get("gpu"),
         update_period=read.get("update"),
+        state=read.get("state"),
         origin=origin,
     )
 
@@ -216,5 +222,6 @@ _FIELDS = (
     text("axis", ".+", "an axis of the layer, such as axis:out-features").optional(),
     Field("gpu", "numbers of logical devices, such as gpu:0,1", _read_devices, required=False),
     _counted("update"),
+    choice("state", STATES).optional(),
 )
 WORDS = tuple(field.name for field in _FIELDS)

@@ -33,10 +33,11 @@ from parplan.fields import (
 if TYPE_CHECKING:
     from parplan.layout import Grid
 
-__all__ = ["LISTED_DEVICES", "SCHEMA", "Plan", "Scheme", "Strategy"]
+__all__ = ["LISTED_DEVICES", "SCHEMA", "STATES", "Plan", "Scheme", "Strategy"]
 
 SCHEMA = "parplan.plan/1"
 RULES = ("default", "strict")
+STATES = ("replicated", "sharded")
 
 LISTED_DEVICES = 8
 """Up to so many devices a strategy's text lists each; either way, "0-3" or [0, 1, 2, 3], is read."""
@@ -55,7 +56,7 @@ class Scheme(Enum):
 
 
 # Fields of a strategy that its words tell, or that stand beside them in a report; any other is told by its name.
-_DESCRIBED = frozenset({"replicas", "shards", "axis", "devices", "update_period"})
+_DESCRIBED = frozenset({"replicas", "shards", "axis", "devices", "update_period", "state"})
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Strategy:
         axis: name of the cut axis, such as "out-features".
         devices: logical devices, replica by replica, the shards of a replica side by side.
         update_period: update the weights every so many passes; None means once, after the last.
+        state: of weights, gradients and optimizer between steps: "replicated", on every device that uses it; "sharded",
+            in slices over those devices, of which the weights are gathered for each forward (ZeRO's first two stages).
     """
 
     replicas: int = 1
@@ -75,6 +78,7 @@ class Strategy:
     axis: str | None = None
     devices: tuple[int, ...] = (0,)
     update_period: int | None = None
+    state: str = "replicated"
 
     @cached_property
     def grid(self) -> Grid:
@@ -112,7 +116,8 @@ class Strategy:
         replicas = f"{self.replicas} replicas" if self.replicas > 1 else ""
         shards = f"{self.shards} shards of {self.axis}" if self.shards > 1 else ""
         more = [f"{one.name} {getattr(self, one.name)}" for one in fields(self) if one.name not in _DESCRIBED]
-        return ", ".join([" x ".join(part for part in (replicas, shards) if part) or alone, *more])
+        state = [] if self.state == "replicated" else [f"{self.state} state"]
+        return ", ".join([" x ".join(part for part in (replicas, shards) if part) or alone, *state, *more])
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,11 @@ class Plan:
     def __reduce__(self) -> tuple[Callable[[str], Plan], tuple[str]]:
         """Pickled as its JSON: a view of a dictionary cannot be pickled."""
         return Plan.from_json, (self.to_json(),)
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """The layers whose state is in slices."""
+        return tuple(name for name, own in self.layers.items() if own.state == "sharded")
 
     @property
     def micro_batch(self) -> int:
@@ -231,7 +241,8 @@ def _to_dict(strategy: Strategy) -> dict[str, Any]:
     found = {one.name: getattr(strategy, one.name) for one in fields(strategy)}
     if len(strategy.devices) > LISTED_DEVICES:
         found["devices"] = ranges(strategy.devices)
-    return {name: value for name, value in found.items() if name != "update_period" or value is not None}
+    left_out = {"update_period": None, "state": "replicated"}
+    return {name: value for name, value in found.items() if name not in left_out or value != left_out[name]}
 
 
 _AXIS = text("axis")
@@ -254,4 +265,5 @@ _STRATEGY = (
     Field("axis", "text or null", lambda value: None if value is None else _AXIS.read(value)),
     numbers("devices", "logical device numbers, from 0 on"),
     count("update_period").optional(),
+    choice("state", STATES).optional(),
 )

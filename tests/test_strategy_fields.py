@@ -31,13 +31,13 @@ from parplan.report.sections.layer_groups import block_groups
 
 @dataclass(frozen=True)
 class Extended(Strategy):
-    """A strategy with one more field, as it could say where a layer's optimizer state is."""
+    """A strategy with one more field, as it could say which link a layer sends by."""
 
-    state: str = "replicated"
+    lane: str = "near"
 
 
 WHOLE = Extended(2, 1, None, (0, 1))
-SPLIT = replace(WHOLE, state="sharded")
+SPLIT = replace(WHOLE, lane="far")
 
 
 def graph_of() -> LayerGraph:
@@ -65,7 +65,7 @@ def test_a_key_has_every_field(key: str) -> None:
 
 
 def copies(found: Iterable[object]) -> set[object]:
-    return {getattr(one, "state", None) for one in found}
+    return {getattr(one, "lane", None) for one in found}
 
 
 def test_costs_are_kept_apart() -> None:
@@ -83,40 +83,40 @@ def test_what_is_enumerated_keeps_the_field() -> None:
     graph, cluster = graph_of(), cluster_preset("k20", 2)
     offered = dict.fromkeys(graph.layers, (WHOLE, SPLIT))
     found = formulate(graph, cluster, RooflineCosts(graph, cluster), offered)
-    assert all(copies(option.strategy for option in options) == {"replicated", "sharded"} for options in found.options)
+    assert all(copies(option.strategy for option in options) == {"near", "far"} for options in found.options)
     assert found.strategies(found.choice(dict.fromkeys(graph.layers, SPLIT))) == dict.fromkeys(graph.layers, SPLIT)
 
 
 def test_what_is_lowered_keeps_the_field() -> None:
     graph = graph_of()
-    assert copies(strategies_for(graph, plan_of(graph, SPLIT)).values()) == {"sharded"}
+    assert copies(strategies_for(graph, plan_of(graph, SPLIT)).values()) == {"far"}
     cut = replace(SPLIT, replicas=1, shards=2, axis="out-features")
     one = capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), (torch.randn(1, 8),))
     for own in (cut, SPLIT):  # layers that follow others, and one sample for several replicas
         known = Plan(one.model, one.fingerprint, 1, 2, {next(iter(one.layers)): own})
-        assert copies(strategies_for(one, known).values()) == {"sharded"}
+        assert copies(strategies_for(one, known).values()) == {"far"}
 
 
 def test_reports_and_differences_tell_it() -> None:
     graph, cluster = graph_of(), cluster_preset("k20", 2)
     request = PlanRequest(plan=plan_of(graph, SPLIT))
     decision = decide(graph, cluster, RooflineCosts(graph, cluster), request)
-    assert copies(layer.strategy for layer in decision.layers) == {"sharded"}
-    assert {layer["state"] for layer in to_dict(decision)["layers"]} == {"sharded"}
-    assert all("state sharded" in group.words for group in block_groups(decision.layers))
+    assert copies(layer.strategy for layer in decision.layers) == {"far"}
+    assert {layer["lane"] for layer in to_dict(decision)["layers"]} == {"far"}
+    assert all("lane far" in group.words for group in block_groups(decision.layers))
     whole, split = plan_of(graph, WHOLE), plan_of(graph, SPLIT)
     assert differences(split, whole, graph) != ""
     assert not plan_diff(whole, split).runs_alike
     alone = Extended()
-    assert not plan_diff(plan_of(graph, alone), plan_of(graph, replace(alone, state="sharded"))).runs_alike
+    assert not plan_diff(plan_of(graph, alone), plan_of(graph, replace(alone, lane="far"))).runs_alike
     other = replace(decision.layers[0].alternatives[0], strategy=SPLIT) if decision.layers[0].alternatives else None
-    assert other is None or "state sharded" in against(other)
+    assert other is None or "lane far" in against(other)
 
 
 def test_a_plan_with_a_field_that_is_not_known_is_refused() -> None:
     text = plan_of(graph_of(), SPLIT).to_json()
-    assert json.loads(text)["layers"]["0"]["state"] == "sharded"
-    with pytest.raises(PlanError, match="state"):
+    assert json.loads(text)["layers"]["0"]["lane"] == "far"
+    with pytest.raises(PlanError, match="lane"):
         Plan.from_json(text)
 
 

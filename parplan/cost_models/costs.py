@@ -136,6 +136,10 @@ class Moments:
         """The point after the last backward."""
         return self.backward(0) + 1
 
+    def in_slices(self, point: int) -> int:
+        """When gradients that a backward at `point` gave are summed to slices: after the next backward."""
+        return min(point + 3, self.passed)
+
     def update(self, layer: int = 0) -> int:
         """When the parameters of a layer are updated one by one; without one, when all are."""
         return self.passed + 1 + 2 * layer
@@ -251,15 +255,21 @@ class CostModel(Protocol):
         """Times of `transfer` for all pairs of layouts at once."""
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
-        """Seconds on the links to sum the weight gradients of `layer` over its copies."""
+        """Seconds on the links to sum the weight gradients of `layer` over its copies, or to slices."""
+
+    def gather(self, layer: Layer, strategy: Strategy) -> float:
+        """Seconds on the links to put the weights of `layer` together from slices, before its forward."""
 
 
 def charges(costs: CostModel, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCharges:
     """The seconds of a layer that runs in so many passes, which T adds up and the simulation schedules."""
     step, reduce_s = costs.step, costs.reduction(layer, strategy)
     post_update_s = step.late * reduce_s
+    own = costs.layer(layer, strategy, passes)
+    if strategy.state != "replicated":
+        own = replace(own, forward_s=own.forward_s + costs.gather(layer, strategy))
     return LayerCharges(
-        **vars(costs.layer(layer, strategy, passes)),
+        **vars(own),
         reduce_s=reduce_s,
         compute_interference_s=(1 - step.overlap) * (reduce_s - post_update_s),
         post_update_s=post_update_s,
@@ -277,5 +287,5 @@ class AdaptedCosts:
 
     def __init__(self, base: CostModel) -> None:
         self.memory, self.peaks, self.reduction = base.memory, base.peaks, base.reduction
-        self.memory_over_step = base.memory_over_step
+        self.memory_over_step, self.gather = base.memory_over_step, base.gather
         self.transfer, self.transfer_matrix = base.transfer, base.transfer_matrix

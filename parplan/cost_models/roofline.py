@@ -17,7 +17,7 @@ import torch
 from parplan.cluster import Cluster, Device
 from parplan.cost_models.communication.measured_links import MeasuredLinks
 from parplan.cost_models.communication.transfers import Transfers
-from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost
+from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost, TransferCost
 from parplan.cost_models.devices.hardware_table import CPU
 from parplan.cost_models.memory.layer_memory import MemoryModel
 from parplan.cost_models.memory.plan_peaks import memory_over_step
@@ -29,7 +29,7 @@ from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Grid, IntArray
-from parplan.lowering.holdings import BUCKET_BYTES
+from parplan.lowering.holdings import BUCKET_BYTES, Slices, slices
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
@@ -166,7 +166,7 @@ class RooflineCosts:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, in rings, bucketed.
 
         A cut parameter is summed over the replicas of each shard, and the shards that share the part, all parts at
-        once; another over all devices. Frozen parameters cost nothing.
+        once; another over all devices; one in slices to each. Frozen parameters cost nothing.
         """
         key = part_key(layer, strategy), strategy.grid.key
         if (known := self._reductions.get(key)) is not None:
@@ -174,14 +174,16 @@ class RooflineCosts:
         axis = layer.axis(strategy.axis) if strategy.shards > 1 else None
         part = part_of(self.graph, layer, strategy)
         by_copies: dict[int, int] = defaultdict(int)  # shards that hold the same part -> bytes
+        sliced = slices(self.graph, layer, strategy)
+        total_s = sum(self._gathered(layer, strategy, name, own).backward_s for name, own in sliced.items())
         for name in layer.parameters:
             spec = self.graph.values[name]
-            if not spec.requires_grad:
+            if not spec.requires_grad or name in sliced:
                 continue
             nbytes = TensorSpec(local_shape(self.graph, part, name), spec.dtype).nbytes
             is_cut = axis is not None and name in axis.dims
             by_copies[axis.sharers(name, strategy.shards) if axis and is_cut else strategy.shards] += nbytes
-        total_s, grid = 0.0, strategy.grid
+        grid = strategy.grid
         rows = [grid.row(row) for row in range(grid.replicas)] if {*by_copies} - {1, grid.shards} else []
         for copies, nbytes in by_copies.items():
             devices = grid.devices  # in which columns of the same part lie together
@@ -192,6 +194,14 @@ class RooflineCosts:
                 total_s += nbytes * self.transfers.all_reduce(own, self.message_bytes) / self.message_bytes
         self._reductions[key] = total_s
         return total_s
+
+    def gather(self, layer: Layer, strategy: Strategy) -> float:
+        """Seconds on the links to put the weights of `layer` together from slices, one parameter after another."""
+        sliced = slices(self.graph, layer, strategy)
+        return sum(self._gathered(layer, strategy, name, own).forward_s for name, own in sliced.items())
+
+    def _gathered(self, layer: Layer, strategy: Strategy, name: str, own: Slices) -> TransferCost:
+        return self.transfer(self.graph.values[name], own.layout, layer.layout(name, strategy))
 
     def _seconds(self, kernel: Kernel, device: Device) -> float:
         precision = PRECISIONS.get(kernel.dtype, self.precision)

@@ -247,6 +247,14 @@ class LayerGraph:
         return batch % self._multiple == 0 and bool(self.size_branches.hold(batch))
 
     @cached_property
+    def users(self) -> Mapping[str, tuple[str, ...]]:
+        """The layers that use each parameter, in forward order, by placeholder."""
+        found: dict[str, tuple[str, ...]] = {}
+        for layer in self.layers.values():
+            found |= {parameter: (*found.get(parameter, ()), layer.name) for parameter in layer.parameters}
+        return found
+
+    @cached_property
     def _multiple(self) -> int:
         """The number of samples at whose multiples sizes in proportion are whole."""
         grown, captured = self.grown or {}, self.batch or 1

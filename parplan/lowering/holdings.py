@@ -1,4 +1,4 @@
-"""Which block of every parameter each device holds, and which gradients are summed together.
+"""Which block of every parameter each device holds, in slices or whole, and which gradients are summed together.
 
 Layers that share a parameter may cut it differently. Blocks that are equal or apart can be held as they are; where two
 layers' blocks overlap, the parameter stays whole on every device that uses it. The runtime holds and sums by this, and
@@ -16,13 +16,13 @@ from math import prod
 
 import torch
 
-from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Block, Layout, disjoint, regions, whole_block
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.layout import Block, Grid, Layout, disjoint, regions, split_evenly, whole_block
 from parplan.plan import Strategy
 
 __all__ = [
-    "ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Holdings", "bucket_heads", "buckets", "holdings",
-    "used_blocks",
+    "ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Holdings", "Slices", "bucket_heads", "buckets",
+    "holdings", "slices", "used_blocks",
 ]  # fmt: skip
 
 # As DistributedDataParallel: a small first bucket starts reducing early.
@@ -45,14 +45,48 @@ def _blocks(shape: tuple[int, ...], layout: Layout) -> Mapping[int, Block]:
     return dict(sorted(regions(shape, layout).items()))
 
 
+@dataclass(frozen=True)
+class Slices:
+    """A parameter that lies in slices between steps (sharded state): a slice per row, of so many indices."""
+
+    layout: Layout
+    rows: tuple[int, ...]
+
+
+def slices(graph: LayerGraph, layer: Layer, strategy: Strategy) -> dict[str, Slices]:
+    """The parameters of a layer of sharded state that lie in slices over all devices which hold them alike, by
+    placeholder.
+
+    The others stay as they are: vectors (a message of its own takes longer than what it saves), those with fewer
+    indices along every dimension that is not cut anyway than there are slices, those of a batch norm, and those that
+    several layers share.
+    """
+    found: dict[str, Slices] = {}
+    if strategy.state != "sharded" or layer.mixes_batch:
+        return found
+    axis = layer.axis(strategy.axis) if strategy.shards > 1 else None
+    for parameter in layer.parameters:
+        shape, whole = graph.values[parameter].shape, layer.layout(parameter, strategy)
+        grid = whole.grid
+        if whole.shard_dim is None:
+            grid = Grid(grid.devices, len(grid.devices), 1)
+        elif axis is not None and axis.sharers(parameter, strategy.shards) > 1:
+            continue
+        dims = [dim for dim, size in enumerate(shape) if dim != whole.shard_dim and size >= grid.replicas]
+        if grid.replicas > 1 and len(shape) > 1 and dims and len(graph.users[parameter]) == 1:
+            layout = Layout(grid, dims[0], whole.shard_dim, sections=whole.sections)
+            found[parameter] = Slices(layout, split_evenly(shape[dims[0]], grid.replicas))
+    return found
+
+
 def holdings(graph: LayerGraph, strategies: Strategies) -> Holdings:
     """Block that each device holds of each parameter, by placeholder; devices without one are absent."""
-    users: dict[str, list[str]] = defaultdict(list)
-    for name, layer in graph.layers.items():
-        for parameter in layer.parameters:
-            users[parameter].append(name)
     held: Holdings = {}
-    for parameter, layers in users.items():
+    for parameter, layers in graph.users.items():
+        own = slices(graph, graph.layers[layers[0]], strategies[layers[0]]).get(parameter)
+        if own is not None:
+            held[parameter] = dict(sorted(regions(graph.values[parameter].shape, own.layout, own.rows).items()))
+            continue
         used = [used_blocks(graph, strategies, name, parameter) for name in layers]
         held[parameter] = used[0]
         if any(own is not used[0] for own in used):

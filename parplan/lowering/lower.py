@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
-from parplan.lowering.holdings import bucket_heads, buckets, holdings
+from parplan.lowering.holdings import bucket_heads, buckets, holdings, slices
 from parplan.lowering.ordering import backward, forward, staged
 from parplan.lowering.passes import passes_of, update_periods
 from parplan.lowering.per_replica_scalars import spread
@@ -41,6 +41,11 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     segments = Segments(graph, laid, assigner, bucket_heads(graph, filled))
     for value in (name for name in graph.user_inputs if name is not None):
         assigner.add(assigner.slot(value, step_setting.arrival(graph.batch_dims.get(value))), -1)
+    sliced = {
+        p: own for n, layer in graph.layers.items() for p, own in slices(graph, layer, laid.strategies[n]).items()
+    }
+    for value, own in sliced.items():
+        assigner.add(replace(assigner.slot(value, own.layout), rows=own.rows), -1)
 
     def add_once(stage: Stage) -> None:
         """Append the layers of a stage that runs once, on the whole batch."""
@@ -70,6 +75,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
         updates=updates,
         buckets=filled,
         holdings=held,
+        slices=tuple(sliced),
         strategies=laid.strategies,
         devices=step_setting.devices,
         scheme=step_setting.scheme,

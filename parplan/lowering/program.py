@@ -361,6 +361,8 @@ class Program:
         updates: slot whose value is assigned to a buffer after the step, by placeholder.
         buckets: of gradients that several devices have a share in.
         holdings: block of every parameter that each device holds, by placeholder.
+        slices: parameters that lie in slices, each in the slot of its name: transfers gather them for the layers that
+            read them, and sum their gradients to slices.
         strategies: of every layer, as lowered.
         devices: how many logical devices there are.
         scheme: how samples get from many replicas to layers with fewer.
@@ -375,6 +377,7 @@ class Program:
     updates: Mapping[str, str]
     buckets: tuple[Bucket, ...]
     holdings: Mapping[str, Mapping[int, Block]]
+    slices: tuple[str, ...]
     strategies: Mapping[str, Strategy]
     devices: int
     scheme: Scheme = Scheme.GATHER

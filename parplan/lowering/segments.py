@@ -76,6 +76,10 @@ class Segments:
         self._read(layer, strategy, segment)
         self._make(layer, strategy, segment)
 
+    def _operands(self, layer: Layer) -> list[str]:
+        """Values that come to the layer: its inputs, and parameters that lie in slices."""
+        return [*layer.inputs, *(name for name in layer.parameters if name in self._slots.slots)]
+
     def _joins(self, layer: Layer, strategy: Strategy, pass_number: int | None) -> bool:
         """Whether the layer can run in the last segment."""
         if not self._segments or layer.name in self._heads:
@@ -84,12 +88,14 @@ class Segments:
         if (last.code, last.grid, last.pass_number) != (Code.LAYERS, strategy.grid, pass_number) or self._leaves(last):
             return False
         known = {**last.operands, **last.results}
-        others = (v for v in layer.inputs if v not in known and v not in self._graph.user_inputs)  # those come first
+        others = (
+            v for v in self._operands(layer) if v not in known and v not in self._graph.user_inputs
+        )  # those come first
         if any(self._slots.arrives(value, layer.layout(value, strategy), pass_number) for value in others):
             return False
         in_place = all(
             self._slots.same_place(self._slots.slots[known[value]], layer.layout(value, strategy))
-            for value in layer.inputs
+            for value in self._operands(layer)
             if value in known
         )
         return in_place and all(self._uses_alike(layer, other) for other in last.layers)
@@ -115,7 +121,7 @@ class Segments:
 
     def _read(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
         reader, number = len(self._segments) - 1, segment.pass_number
-        for value in layer.inputs:
+        for value in self._operands(layer):
             if value not in segment.results:
                 slot = self._slots.place(value, layer.layout(value, strategy), reader, number)
                 segment.operands.setdefault(value, slot)
@@ -161,7 +167,8 @@ class Segments:
             users: dict[str, str] = {}  # the first layer that uses each parameter and buffer
             for layer in map(self._graph.layers.__getitem__, segment.layers):
                 for state in (*layer.parameters, *layer.buffers) if segment.code is not Code.STATISTICS else ():
-                    users.setdefault(state, layer.name)
+                    if state not in segment.operands:
+                        users.setdefault(state, layer.name)
             found.append(
                 Compute(
                     code=segment.code,

@@ -306,6 +306,13 @@ def _notes(case: Case, found: Found, step: Prediction) -> Sequence[str]:
             f"{plan.micro_batches} micro-batches need the loss in each: train with `train_step`, or plan with loss=fn, "
             "targets=...; a loss behind a plain call of the model keeps the activations of all."
         )
+    if plan.sharded:
+        kept = " One process keeps them whole all the same: memory is that of a process per device."
+        notes.append(
+            f"Sharded state: weights, gradients and optimizer state of {counted(len(plan.sharded), 'layer')} lie in "
+            "slices; weights are gathered for each forward (ZeRO-2). Vectors stay whole, and weights that layers share."
+            f"{kept if case.cluster.home is not None else ''}"
+        )
     if graph.checkpoints:
         calls = counted(sum(graph.checkpoints.values()), "call")
         line = next(filter(None, graph.checkpoints), "")

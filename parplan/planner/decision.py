@@ -12,9 +12,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import LISTED_DEVICES, Plan, Scheme, Strategy
 
 __all__ = [
-    "ANY_BLOCK",
-    "BRANCHES",
-    "SOME_BRANCHES",
+    "ANY_BLOCK", "BRANCHES", "SHARDED", "SOME_BRANCHES",
     "Alternative", "Arrival",
     "Baseline",
     "BatchTried",
@@ -38,6 +36,7 @@ __all__ = [
 
 ANY_BLOCK, BRANCHES = "layers on any block of devices", "branches at the same time"
 SOME_BRANCHES = "branches at the same time on blocks that make up the first devices"
+SHARDED = "sharded state"
 """Words for shapes of plans that a proof covers (search_space/shape.py)."""
 
 
@@ -355,13 +354,14 @@ class BatchTried:
 
 @dataclass(frozen=True)
 class MicroBatchesTried:
-    """A number of micro-batches that was compared: `step_s` and `memory_bytes` (of the fullest device) of its best
-    plan, or of the nearest to fitting (not `fits`); None where no plan fits, or (`fits`) where none is faster."""
+    """A number of micro-batches that was compared (`sharded`: with such state too): `step_s` and `memory_bytes` (of the
+    fullest device) of its best plan, or the nearest to fitting (not `fits`); None where none fits, or is faster."""
 
     count: int
     step_s: float | None
     memory_bytes: int | None
     fits: bool
+    sharded: bool = False
 
 
 @dataclass(frozen=True, eq=False)

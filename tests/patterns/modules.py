@@ -75,7 +75,11 @@ def outer_hooks(run: Run) -> None:
 
 @SECTION(
     "`torch.nn.utils.weight_norm` (old)",
-    refused={"ranks/shards": "cannot be cut over processes", "ranks/mixed": "cannot be cut over processes"},
+    refused={
+        "ranks/shards": "cannot be cut over processes",
+        "ranks/mixed": "cannot be cut over processes",
+        "ranks/slices": "cannot be cut over processes",
+    },
     why="it holds a weight computed before the first call; use `parametrizations.weight_norm`",
     free=("0",),
 )
@@ -125,7 +129,11 @@ def own_parametrization(run: Run) -> None:
 
 @SECTION(
     "pruning (`torch.nn.utils.prune`) between steps",
-    refused={"ranks/shards": "cut over processes", "ranks/*": "was no parameter of its own at the first call"},
+    refused={
+        "ranks/shards": "cut over processes",
+        "ranks/slices": "cut over processes",
+        "ranks/*": "was no parameter of its own at the first call",
+    },
     why="it replaces parameters that processes have been given; prune before `compile`",
 )
 def pruning(run: Run) -> None:

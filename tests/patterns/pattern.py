@@ -11,7 +11,7 @@ from benchmarks.training import TOLERANCE, Outcome, Script, Verdict
 __all__ = ["CELLS", "LAUNCHES", "PLANS", "Pattern", "Section", "first_match"]
 
 LAUNCHES = ("one", "ranks")  # two logical devices in one process; two processes under torchrun
-PLANS = ("replicas", "shards", "mixed", "solver")
+PLANS = ("replicas", "shards", "mixed", "slices", "solver")
 CELLS = tuple(f"{launch}/{plan}" for launch in LAUNCHES for plan in PLANS)
 
 
@@ -52,8 +52,9 @@ class Pattern:
 
 
 def first_match(by_cells: Mapping[str, str], cell: str) -> str | None:
-    """The text of the first entry whose cells ("ranks/*") include `cell`."""
-    return next((text for cells, text in by_cells.items() if fnmatchcase(cell, cells)), None)
+    """The text of the first entry whose cells ("ranks/*") include `cell`; slices are refused where replicas are."""
+    cells = (cell, cell.replace("/slices", "/replicas"))
+    return next((text for one in cells for known, text in by_cells.items() if fnmatchcase(one, known)), None)
 
 
 class Section:

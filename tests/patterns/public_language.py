@@ -198,7 +198,11 @@ def _nanogpt(run: Run, alone: bool) -> None:
 @SECTION(
     "nanoGPT `train.py`: micro-steps with `require_backward_grad_sync`, a scaler, the rate by hand, `generate`; "
     "process 0 alone estimates the loss and saves, all resume",
-    refused={"ranks/shards": "move it out of `if rank == 0:`", "ranks/mixed": "move it out of `if rank == 0:`"},
+    refused={
+        "ranks/shards": "move it out of `if rank == 0:`",
+        "ranks/mixed": "move it out of `if rank == 0:`",
+        "ranks/slices": "move it out of `if rank == 0:`",
+    },
     why="where parameters are cut, one process does not have them all; call `estimate_loss()` and `state_dict()` on "
     "every process, or evaluate `model.plain()`",
 )

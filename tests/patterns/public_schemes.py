@@ -282,7 +282,7 @@ class _QatConv(nn.Conv2d):
 
 @SECTION(
     "QAT by plain ops: ranges in buffers, rounding with straight-through gradients, observers switched off",
-    refused={"*/shards": "it cannot be sharded"},
+    refused={"*/shards": "it cannot be sharded", "ranks/slices": "is held as"},
     why="weights whose ranges are observed are not cut; leave their layers whole",
 )
 def quantization_by_hand(run: Run) -> None:

@@ -77,7 +77,11 @@ def behind_comparison(run: Run) -> None:
 
 @SECTION(
     "gradients kept in one flat buffer (`p.grad = flat[a:b].view_as(p)`)",
-    refused={"ranks/shards": "is a piece of a larger tensor", "ranks/mixed": "is a piece of a larger tensor"},
+    refused={
+        "ranks/shards": "is a piece of a larger tensor",
+        "ranks/mixed": "is a piece of a larger tensor",
+        "ranks/slices": "is a piece of a larger tensor",
+    },
     why="let `backward()` make the gradients",
 )
 def flat_gradients(run: Run) -> None:
@@ -100,7 +104,11 @@ def flat_gradients(run: Run) -> None:
 
 @SECTION(
     "parameters that are views of one tensor, which the script writes",
-    refused={"ranks/shards": "is a piece of a larger tensor", "ranks/mixed": "is a piece of a larger tensor"},
+    refused={
+        "ranks/shards": "is a piece of a larger tensor",
+        "ranks/mixed": "is a piece of a larger tensor",
+        "ranks/slices": "is a piece of a larger tensor",
+    },
     why="write the parameters themselves, under `torch.no_grad()`",
 )
 def flat_parameters(run: Run) -> None:
@@ -119,7 +127,11 @@ def flat_parameters(run: Run) -> None:
 
 @SECTION(
     "two parameters of one memory (`b.weight.data = a.weight.data`)",
-    refused={"ranks/shards": "two parameters of one memory", "ranks/mixed": "two parameters of one memory"},
+    refused={
+        "ranks/shards": "two parameters of one memory",
+        "ranks/mixed": "two parameters of one memory",
+        "ranks/slices": "two parameters of one memory",
+    },
     why="tie them as one parameter",
 )
 def shared_memory(run: Run) -> None:
@@ -138,7 +150,11 @@ def shared_memory(run: Run) -> None:
 
 @SECTION(
     "weights written through tensors of state_dict()",
-    refused={"ranks/shards": "through a tensor of state_dict()", "ranks/mixed": "through a tensor of state_dict()"},
+    refused={
+        "ranks/shards": "through a tensor of state_dict()",
+        "ranks/mixed": "through a tensor of state_dict()",
+        "ranks/slices": "through a tensor of state_dict()",
+    },
     why="give the state to `load_state_dict()`, or write the parameters themselves",
 )
 def state_dict_writes(run: Run) -> None:

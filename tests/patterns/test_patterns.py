@@ -15,7 +15,7 @@ from tests.patterns.page import PAGE, page
 from tests.patterns.pattern import CELLS, first_match
 
 # One plan of each pattern per launch; `python -m tests.patterns` runs all. Shards are where most can go wrong.
-PLANS_IN_TURN = {"one": ("mixed", "replicas", "shards", "solver"), "ranks": ("shards", "mixed", "shards", "replicas")}
+PLANS_IN_TURN = {"one": ("mixed", "replicas", "shards", "solver"), "ranks": ("shards", "mixed", "slices", "replicas")}
 
 
 def _cells() -> Sequence[object]:

@@ -90,7 +90,8 @@ def decided(graph: LayerGraph, cluster: Cluster) -> Decision:
 
 
 def best_of_all(graph: LayerGraph, cluster: Cluster) -> float | None:
-    """The simulated step of the fastest plan that fits, of all plans in all numbers of micro-batches."""
+    """The simulated step of the fastest plan that fits, of all plans in all numbers of micro-batches; and with sharded
+    state in one."""
     found = []
     for count in divisors(graph.batch or 1):
         own = priced(graph, cluster, count)
@@ -98,6 +99,10 @@ def best_of_all(graph: LayerGraph, cluster: Cluster) -> float | None:
             strategies(layer, own.graph.batch or 1, cluster_blocks(cluster, True))
             for layer in own.graph.layers.values()
         ]
+        if count == 1:
+            options = [
+                (*known, *(replace(one, state="sharded") for one in known if len(one.devices) > 1)) for known in options
+            ]
         for chosen in product(*options):
             layers = dict(zip(own.graph.layers, chosen, strict=True))
             if fits(own.graph, cluster, own.costs, layers):

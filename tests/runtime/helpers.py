@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx as nx
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
-from parplan.plan import Plan, Scheme, Strategy
+from parplan.plan import STATES, Plan, Scheme, Strategy
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.module.compiled import Compiled
@@ -79,8 +79,10 @@ def compiled(module: nn.Module, rule: Rule | Mapping[str, Strategy], devices: in
 
 
 def random_strategies(graph: LayerGraph, devices: int, draw: random.Random) -> dict[str, Strategy]:
-    """A legal strategy for every layer, on random devices in random order."""
-    return {name: draw.choice(_options(layer, devices, draw)) for name, layer in graph.layers.items()}
+    """A legal strategy for every layer, on random devices in random order; half of the layers have sharded state."""
+    found = {name: draw.choice(_options(layer, devices, draw)) for name, layer in graph.layers.items()}
+    half = random.Random(f"{found}")  # beside `draw`, whose numbers decide cases that are known
+    return {name: replace(own, state=half.choice(STATES)) for name, own in found.items()}
 
 
 def random_passes(graph: LayerGraph, devices: int, draw: random.Random) -> dict[str, Strategy]:

@@ -26,10 +26,10 @@ from parplan.cost_models.memory.lifetimes import Lifetimes, Ops, Time
 from parplan.cost_models.ops.op_calls import OpCall, op_calls, total_bytes
 from parplan.cost_models.ops.saved import Saved, saved_by
 from parplan.cost_models.optimizers import optimizer_memory
-from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import IntArray
-from parplan.lowering.holdings import ALONE_BYTES
+from parplan.lowering.holdings import ALONE_BYTES, slices
 
 __all__ = ["MemoryModel"]
 
@@ -64,7 +64,6 @@ class MemoryModel:
         optimizer: what it keeps beside every parameter, and needs to update one.
         ops: of the graph, with when each runs.
         moments: the points at which memory is counted.
-        users: the layers that use each parameter, in order, by placeholder.
     """
 
     def __init__(self, graph: LayerGraph, optimizer: str, on_cpu: bool = False, micro_batches: int = 1) -> None:
@@ -76,10 +75,6 @@ class MemoryModel:
         self.moments = self.ops.moments
         self._whole = Lifetimes(self.ops, self.ops.whole())
         self._index = self.ops.index
-        self.users: dict[str, list[str]] = {}
-        for layer in graph.layers.values():
-            for parameter in layer.parameters:
-                self.users.setdefault(parameter, []).append(layer.name)
 
     def layer_memory(self, local: LocalLayer) -> LayerMemory:
         """Bytes on the device that has `local`."""
@@ -89,8 +84,9 @@ class MemoryModel:
         for estimated, parts in ((False, self._alone(local, calls)), (True, self._around(local))):
             for one in parts:
                 held[one.start, one.end, estimated] += one.nbytes
+        stored_bytes = sum(self._kept_bytes(local, name) for name in self._own_parameters(local))
         return LayerMemory(
-            weights_bytes=self._nbytes(local, (*self._own_parameters(local), *layer.buffers)),
+            weights_bytes=stored_bytes + self._nbytes(local, layer.buffers),
             gradients_bytes=trained_bytes,
             optimizer_bytes=self.optimizer.states * trained_bytes,
             saved_bytes=self._saved_bytes(local, calls),
@@ -103,8 +99,15 @@ class MemoryModel:
         )
 
     def trained_bytes(self, local: LocalLayer) -> list[int]:
-        """Bytes of each trained parameter on the device, counted by the first layer that uses it."""
-        return [self._nbytes(local, [name]) for name in self._trained(local)]
+        """Bytes of each trained parameter that the device keeps, counted by the first layer that uses it."""
+        return [self._kept_bytes(local, name) for name in self._trained(local)]
+
+    def _kept_bytes(self, local: LocalLayer, parameter: str) -> int:
+        """Bytes of what the device keeps of a parameter between steps: its part, or a slice of that."""
+        own, nbytes = slices(self.graph, local.layer, local.strategy).get(parameter), self._nbytes(local, [parameter])
+        if own is None:
+            return nbytes
+        return nbytes // self.graph.values[parameter].shape[own.layout.batch_dim or 0] * max(own.rows)
 
     def residents(self, first: int, sizes: Mapping[str, int | IntArray]) -> list[tuple[int, int, IntArray]]:
         """What the parameters that layer `first` is the first to use take with the optimizer's state, and to update
@@ -147,13 +150,24 @@ class MemoryModel:
 
     def _alone(self, local: LocalLayer, calls: Sequence[OpCall]) -> Iterator[Held]:
         """What the layer's own tensors take, whatever runs around it."""
-        layer, adding = local.layer, self._whole.adding
-        sizes = {name: self.taken(local, [name]) for name in self._own_parameters(local)}
+        layer = local.layer
+        sizes = {name: self.allocated(self._kept_bytes(local, name)) for name in self._own_parameters(local)}
         for start, end, nbytes in self.residents(self._index[layer.name], sizes):
             yield Held(start, end, int(nbytes))
         yield Held(0, self.moments.end, self.taken(local, layer.buffers))
-        begun = [name for name in layer.parameters if name in adding and next(iter(adding[name])) == layer.name]
-        yield from self.by_ops(local, calls, self._whole, dict.fromkeys(begun, self.begun_until()))
+        forward, back = (at(self._index[layer.name]) for at in (self.moments.forward, self.moments.backward))
+        until = dict.fromkeys(self._begun(layer), back if self.micro_batches > 1 else self.begun_until())
+        for name in slices(self.graph, layer, local.strategy):
+            yield Held(forward, back + 1, self.taken(local, [name]))  # gathered
+            if name in until:
+                until[name] = back
+                yield Held(self.moments.in_slices(back), self.moments.end, sizes[name])
+        yield from self.by_ops(local, calls, self._whole, until)
+
+    def _begun(self, layer: Layer) -> list[str]:
+        """The parameters of whose gradients a layer makes the first term."""
+        adding = self._whole.adding
+        return [name for name in layer.parameters if name in adding and next(iter(adding[name])) == layer.name]
 
     def _around(self, local: LocalLayer) -> Iterator[Held]:
         """Facts of two layers, as one layer can know them: all in which a sum over layers differs from a plan's.
@@ -168,8 +182,16 @@ class MemoryModel:
         cut = local.axis.dims.keys() if local.axis is not None else set(layer.parameters)
         shards, axis = local.strategy.shards, local.axis
         shared = {n for n in cut if axis is not None and axis.sharers(n, shards) > 1}
-        summed = [n for n in self._trained(local) if local.strategy.replicas > 1 or n not in cut or n in shared]
+        sliced = slices(self.graph, layer, local.strategy)
+        trained = [name for name in self._trained(local) if name not in sliced]
+        summed = [n for n in trained if local.strategy.replicas > 1 or n not in cut or n in shared]
         messages_bytes = sum(nbytes for name in summed if (nbytes := self.taken(local, [name])) < ALONE_BYTES)
+        # Gradients on their way to slices: as they lie, and what comes of them from others.
+        for name in (name for name in self._trained(local) if name in sliced):
+            coming = self.taken(local, [name]) - self.allocated(self._kept_bytes(local, name))
+            yield Held(back + 1, moments.in_slices(back), self.taken(local, [name]) + coming)
+        if self.micro_batches > 1:  # gradients are added to those before when the run of layers has gone back
+            yield Held(back + 1, self.begun_until() + 1, self.taken(local, set(self._begun(layer)) - set(sliced)))
         yield Held(0, moments.end, self.micro_batches * self.taken(local, inputs))
         results = [value for value in layer.outputs if value in self.put_together]
         yield Held(0, moments.end, self.micro_batches * self.taken(local, results))
@@ -207,7 +229,7 @@ class MemoryModel:
         return [name for name in self._own_parameters(local) if self.graph.values[name].requires_grad]
 
     def _own_parameters(self, local: LocalLayer) -> list[str]:
-        return [name for name in local.layer.parameters if self.users[name][0] == local.layer.name]
+        return [name for name in local.layer.parameters if self.graph.users[name][0] == local.layer.name]
 
     # -- whole amounts --
 

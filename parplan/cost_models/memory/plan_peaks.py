@@ -110,10 +110,16 @@ class _Step:
         self._blocks: dict[str, IntArray] = {}
         self._begun: dict[str, dict[str, IntArray]] = defaultdict(dict)
         owned: dict[str, dict[str, IntArray]] = defaultdict(dict)
-        for parameter, users in model.users.items():
+        for parameter, users in graph.users.items():
             size, blocks = graph.values[parameter].dtype.itemsize, self._program.holdings[parameter]
             held = self._blocks[parameter] = self._block_bytes(size, blocks)
             owned[users[0]][parameter] = model.allocated(held)
+            if parameter in self._program.slices:
+                if graph.values[parameter].requires_grad:
+                    back = moments.backward(self._first[self._index[users[0]]])
+                    self._begun[users[0]][parameter] = back * (held > 0)
+                    self._hold(self._in_slices(back), moments.end, model.allocated(held))
+                continue
             shares = (used_blocks(graph, strategies, name, parameter) for name in users if len(users) > 1)
             used = [self._block_bytes(size, own) for own in shares] or [held]
             apart = np.any([(own > 0) & (own != held) for own in used], axis=0)
@@ -146,7 +152,7 @@ class _Step:
 
     def _hold_moved(self) -> None:
         """User inputs, the copies that transfers make, and their messages both ways."""
-        slots, moments = self._program.slots, self._moments
+        slots, moments, sent = self._program.slots, self._moments, [*self._lifetimes.sent]
         for name in self._program.inputs.values():
             self._hold(0, moments.end, self._model.micro_batches * self._nbytes(slots[name]))
         kept = dict[str, IntArray]()  # by target: up to which point its gradient is kept to be sent, or taken from
@@ -154,9 +160,12 @@ class _Step:
             if transfer.given.value in self._graph.values:
                 there, back = messages(transfer.given, transfer.wanted)
                 self._move(transfer, there)
-                if transfer.given.requires_grad and transfer.given.value in self._graph.producer:
+                trained = transfer.given.requires_grad and transfer.given.value in self._program.slices
+                if trained or (transfer.given.requires_grad and transfer.given.value in self._graph.producer):
                     kept[transfer.target] = self._move_back(transfer, back)
-        for targets, stop in self._lifetimes.sent:
+                if trained:
+                    sent.append(([transfer.target], (moments.backward(self._reader(transfer.target)), 0)))
+        for targets, stop in sent:
             nbytes = np.max([self._nbytes(slots[target]) for target in targets], axis=0)
             ends = np.max([kept[target] for target in targets], axis=0)
             for end in set(ends.tolist()):
@@ -167,7 +176,8 @@ class _Step:
         until the backward of the first segment that reads it."""
         moments, first = self._moments, self._reader(transfer.target)
         read = moments.forward(first)
-        start = moments.forward(self._made(transfer.given)) + 1 if _is_home(transfer.given) else read - 1
+        home = _is_home(transfer.given) and transfer.given.value not in self._program.slices
+        start = moments.forward(self._made(transfer.given)) + 1 if home else read - 1
         end = moments.backward(first) + 1
         if transfer.target in self._stops:
             end = read
@@ -188,8 +198,11 @@ class _Step:
         moments = self._moments
         start = moments.backward(self._reader(transfer.target)) + 1
         taken = moments.backward(self._made(transfer.given)) if _is_home(transfer.given) else start + 1
-        self._hold_sent(transfer.wanted, transfer.given, sizes, (start, taken, moments.passed))
-        shared = self._spread(transfer.wanted.layout.grid, sizes.shared * moments.passed)
+        end = moments.passed
+        if transfer.given.value in self._program.slices:
+            end = taken = self._in_slices(start - 1)
+        self._hold_sent(transfer.wanted, transfer.given, sizes, (start, taken, end))
+        shared = self._spread(transfer.wanted.layout.grid, sizes.shared * end)
         return np.maximum(shared, self._spread(transfer.given.layout.grid, sizes.own * taken))
 
     def _hold_sent(self, source: Slot, target: Slot, sizes: Messages, points: tuple[int, int, int]) -> None:
@@ -216,10 +229,15 @@ class _Step:
         moments = self._moments
         for message in (bucket.parameters for bucket in self._program.buckets if len(bucket.parameters) > 1):
             nbytes = np.sum([self._blocks[parameter] for parameter in message], axis=0)
-            launched = moments.backward(min(self._index[self._model.users[p][0]] for p in message)) - 1
+            launched = moments.backward(min(self._index[self._graph.users[p][0]] for p in message)) - 1
             # The CPU's memory is kept from step to step.
             start, end = (0, moments.end) if self._model.on_cpu else (launched, moments.passed)
             self._hold(start, end, nbytes)
+
+    def _in_slices(self, point: int) -> int:
+        """When gradients that a segment gave at `point` are summed to slices: after the next one has gone back."""
+        moments, first = self._moments, (self._moments.backward(0) - point) // 2
+        return moments.backward(self._first[first - 1]) + 1 if first > 0 else moments.passed
 
     def _reader(self, slot: str) -> int:
         """The first layer of the first segment that reads a slot."""

@@ -189,7 +189,8 @@ def _baseline(
 
 def _kept(habit: _Habit, formulation: Formulation) -> list[list[int]]:
     def own(name: str, options: Sequence[Option]) -> list[int]:
-        return [k for k, option in enumerate(options) if habit.allowed(name, option.strategy)]
+        known = [(k, option.strategy) for k, option in enumerate(options)]
+        return [k for k, one in known if one.state == "replicated" and habit.allowed(name, one)]
 
     layers = [own(name, options) for name, options in zip(formulation.names, formulation.options, strict=False)]
     reused = {reuse.node: list(range(len(reuse.source))) for reuse in formulation.reused}

@@ -78,6 +78,7 @@ class Case:
         deadline: for everything that is searched.
         uneven: replicas may have parts of the batch that differ by one sample.
         fold: repeated blocks that are planned alike.
+        sharded: state may be in slices (plan.Strategy), as memory asks for it.
         steps_s: seconds of steps that were asked for, by scheme and strategies.
     """
 
@@ -89,6 +90,7 @@ class Case:
     progress: Listener | None = None
     uneven: bool = False
     fold: Fold | None = None
+    sharded: bool = False
     steps_s: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @staticmethod

@@ -1,8 +1,9 @@
-"""The number of micro-batches: more than one where memory leaves no plan of the whole batch, or keeps it slow.
+"""The number of micro-batches, and sharded state: where memory leaves no plan of the whole batch, or keeps it slow.
 
 More micro-batches hold fewer activations at a time and never compute faster, as each is a smaller batch. So numbers
 that divide the batch are tried upwards, doubled until a plan fits and then those between, and no further than memory
-makes a difference: until the best plan would be no faster with all the memory it wants.
+makes a difference: until the best plan would be no faster with all the memory it wants. Then state in slices is tried
+for the whole batch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from parplan.errors import CaptureError, InfeasiblePlan, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import fold
 from parplan.lowering.micro_batches import equal_size
-from parplan.planner.decision import MicroBatchesTried, PricedGraph
+from parplan.planner.decision import SHARDED, MicroBatchesTried, PricedGraph
 from parplan.planner.search.context import Case, fits, plain
 from parplan.planner.search.select import ANYWHERE, Found, NothingFaster, ShapeSearch
 from parplan.planner.search_space.pin_search import Questions, masked
@@ -110,6 +111,8 @@ def searched(
     for count in (n for n in counts.doubled if counts.best is not None and n > counts.count):
         if not (counts.best is not None and counts.best.held_up and counts.attempt(count)):
             break
+    if counts.short:
+        counts.attempt(1, sharded=True)
     return counts.found()
 
 
@@ -126,14 +129,14 @@ class _Counts:
     ) -> None:
         request = case.request
         given = request.plan is not None or request.scheme not in ("auto", "gather")
-        given = given or not case.graph.training or any(pin.update_period for pin in request.pins)
+        given = given or not case.graph.training or any(pin.update_period or pin.state for pin in request.pins)
         self._case, self._questions = case, questions
         self._micro_batched = None if given else micro_batched
         self._searches: dict[int, ShapeSearch] = {}
         self._nearest: Searched | None = None  # the plan of the whole batch that lacks least
         self._error: InfeasiblePlan | None = None
-        self._tried: dict[int, MicroBatchesTried] = {}
-        self._bound_s = inf  # of plans in numbers of micro-batches of which none was found to fit, nor proven not to
+        self._tried: dict[tuple[int, bool], MicroBatchesTried] = {}
+        self._bounds_s: dict[int, float] = {}  # by numbers of which no plan was found to fit, nor proven not to
         self.best: Searched | None = None
         self.why = ""
         self.every = (1,) if self._micro_batched is None else divisors(case.graph.batch or 1)
@@ -147,35 +150,51 @@ class _Counts:
         """Micro-batches of the best plan."""
         return 1 if self.best is None else self.best.found.plan.micro_batches
 
-    def attempt(self, count: int, alike: bool = True) -> bool:
+    @property
+    def short(self) -> bool:
+        """Whether memory leaves no plan of the whole batch with replicated state, or keeps it slow.
+
+        One process keeps the weights of all its devices whole, and their optimizer's state.
+        """
+        if self._micro_batched is None or self._case.cluster.home is not None or self._case.cluster.count == 1:
+            return False
+        return self.best is None or self.count > 1 or self.best.held_up
+
+    def attempt(self, count: int, alike: bool = True, sharded: bool = False) -> bool:
         """Whether a plan of so many micro-batches fits and is faster than the best one.
 
         Args:
             alike: with equal blocks alike, where they may be; False: apart, where that was not tried.
+            sharded: with state in slices too.
         """
         below_s = self.best.fastest_s if self.best is not None else inf
         try:
-            search = self._search(count, alike)
+            search = self._search(count, alike, sharded)
             if search is None:
                 return False
             own = Searched(search, search.best(search.asked.whole, below_s=below_s))
         except InfeasiblePlan as reason:
             self._error = reason
-            self._tried[count] = MicroBatchesTried(count, None, None, isinstance(reason, NothingFaster))
+            fits_slower = isinstance(reason, NothingFaster)
+            self._tried[count, sharded] = MicroBatchesTried(count, None, None, fits_slower, sharded)
+            if fits_slower:
+                self._bounds_s.pop(count, None)
             return False
         step_s, memory_bytes = own.found.proof.objective, max(_peaks(own))
-        self._tried[count] = MicroBatchesTried(count, step_s, memory_bytes, own.fits)
+        self._tried[count, sharded] = MicroBatchesTried(count, step_s, memory_bytes, own.fits, sharded)
         if own.fits and own.fastest_s < below_s:
             self.best = own
         elif count == 1:
-            self._nearest = own
+            self._nearest = own  # in slices, where those were tried
+        # Plans with sharded state are those with replicated state and more.
+        self._bounds_s.pop(count, None)
         if not own.fits:
-            self._bound_s = min(self._bound_s, own.found.proof.bound)
+            self._bounds_s[count] = own.found.proof.bound
         return self.best is own
 
-    def _search(self, count: int, alike: bool) -> ShapeSearch | None:
+    def _search(self, count: int, alike: bool, sharded: bool) -> ShapeSearch | None:
         """The search over the plans of so many micro-batches; None where there are none, or none more."""
-        case = self._case
+        case = replace(self._case, sharded=True, steps_s={}) if sharded else self._case
         if count > 1:
             assert self._micro_batched is not None
             try:
@@ -206,18 +225,21 @@ class _Counts:
         Raises:
             InfeasiblePlan: there is none.
         """
-        best, most = self.best or self._nearest, max(self._tried, default=1)
+        best, most = self.best or self._nearest, max((count for count, _ in self._tried), default=1)
         if best is None:
             assert self._error is not None
             more = f"\n  this is of {most} micro-batches; fewer need more memory" if most > 1 else ""
             more = f"\n  it cannot be cut into micro-batches: {self.why}" if self.why else more
             raise type(self._error)(f"{self._error}{more}") from self._error
-        tried = tuple(self._tried[count] for count in sorted(self._tried))
+        tried = tuple(self._tried[one] for one in sorted(self._tried))
         proof = best.found.proof
-        if self.best is not None and self._bound_s < proof.bound:
-            gap = 1 - self._bound_s / proof.objective
+        bound_s = min(self._bounds_s.values(), default=inf)
+        if self.best is not None and bound_s < proof.bound:
+            gap = 1 - bound_s / proof.objective
             status = (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value
-            proof = replace(proof, bound=self._bound_s, gap=gap, status=status)
+            proof = replace(proof, bound=bound_s, gap=gap, status=status)
+        if any(sharded for _, sharded in self._tried):
+            proof = replace(proof, covered=(*proof.covered, SHARDED))
         best = replace(best, found=replace(best.found, proof=proof), why_whole=self.why)
         return replace(best, tried=tried if len(tried) > 1 else ())
 

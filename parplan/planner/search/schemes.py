@@ -109,8 +109,8 @@ def shapes(
     }
     if Scheme.GATHER in schemes and periods <= {1}:
         yield Shape(lanes=lanes)
-    if case.costs.step.micro_batches > 1:
-        return  # passes are parts of the batch as well
+    if case.costs.step.micro_batches > 1 or case.sharded:
+        return  # passes are parts of the batch as well, and weights are gathered once
     given = case.request.plan
     for scheme in IN_PASSES if count > 1 or given is not None else ():
         if scheme not in schemes or (scheme is Scheme.BROADCAST and len(schemes) > 1):
@@ -129,7 +129,7 @@ def rival_in_passes(rival: Baseline, case: Case) -> Baseline:
     if rival.plan is None or rival.step_s is None:
         return rival
     best: Plan | None = None
-    if rival.plan.micro_batches > 1:
+    if rival.plan.micro_batches > 1 or rival.plan.sharded:
         return rival
     for plan in (under(rival.plan, case.graph, scheme) for scheme in (Scheme.GATHER, *IN_PASSES)):
         if plan is not None and (best is None or case.step_s(plan) < (1 - WORTH_IT) * case.step_s(best)):
@@ -161,7 +161,7 @@ def scheme_prices(case: Case, plan: Plan, memory_bytes: int, pinned: Pinned) -> 
         pinned: may ask for passes.
     """
     graph = case.graph
-    if plan.micro_batches > 1:
+    if plan.micro_batches > 1 or plan.sharded:
         return None
     if all(other is not None and other.scheme is Scheme.GATHER for other in (under(plan, graph, s) for s in Scheme)):
         return None

@@ -18,7 +18,7 @@ from parplan.graph.kinds import is_split_off
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import why_whole
 from parplan.pins import Pin
-from parplan.plan import Strategy
+from parplan.plan import STATES, Strategy
 from parplan.planner.search_space.rules import divisors, r1_batch, r5_axis, r6_devices, r7_loss
 from parplan.planner.search_space.strategies import batch_units, cluster_blocks, spreads
 
@@ -44,6 +44,7 @@ class LayerPin:
     axis: str | None = None
     devices: tuple[int, ...] | None = None
     update_period: int | None = None
+    state: str | None = None
     by: Mapping[str, Pin] = field(default_factory=dict)
     inherited: str | None = None
 
@@ -162,9 +163,9 @@ def _check(pin: Pin, graph: LayerGraph, cluster: Cluster) -> None:
 def _combined(pins: Sequence[Pin], layer: Layer) -> LayerPin:
     """All pins on one layer; a later `shards:1` takes back an earlier axis, and a later axis an earlier `shards:1`.
 
-    Update periods are for layers with weights.
+    Update periods and state are for layers with weights.
     """
-    fields = [name for name in FIELDS if layer.parameters or name != "update_period"]
+    fields = [name for name in FIELDS if layer.parameters or name not in ("update_period", "state")]
     found: dict[str, int | str | tuple[int, ...]] = {}
     by: dict[str, Pin] = {}
     for pin in pins:
@@ -189,7 +190,7 @@ def _inherit(layers: Mapping[str, LayerPin], graph: LayerGraph) -> dict[str, Lay
             found[name] = pin
             continue
         by = {**pin.by, "devices": above.by["devices"]}
-        found[name] = LayerPin(pin.replicas, pin.shards, pin.axis, above.devices, pin.update_period, by, source)
+        found[name] = replace(pin, devices=above.devices, by=by, inherited=source)
     return found
 
 
@@ -205,8 +206,9 @@ def _allowed(
     bent = (False,) if strict else (True,) if pin.replicas else (False, True)
     axes = [pin.axis] if pin.axis else [axis.name for axis in layer.axes]
     for places, bends in product(_places(pin, blocks), bent):
+        states = STATES if pin.state is None else [pin.state]
         shapes = [
-            shape for place in places for shape in spreads(place, axes)
+            replace(shape, state=state) for place in places for shape in spreads(place, axes) for state in states
             if pin.replicas in (None, shape.replicas) and pin.shards in (None, shape.shards)
             and pin.axis in (None, shape.axis)
         ]  # fmt: skip

@@ -17,6 +17,7 @@ from parplan.cluster import Cluster
 from parplan.errors import InfeasiblePlan, PinError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import Fold
+from parplan.lowering.holdings import slices
 from parplan.pins import Pin
 from parplan.plan import Strategy
 from parplan.planner.decision import PinPrice, Pins
@@ -135,8 +136,13 @@ def candidates(
     everywhere: bool,
     uneven: bool = False,
     fold: Fold | None = None,
+    sharded: bool = False,
 ) -> dict[str, Sequence[Strategy]]:
-    """Every strategy that some question allows, per layer, each once; with a fold, of layers that stand for others."""
+    """Every strategy that some question allows, per layer, each once; with a fold, of layers that stand for others.
+
+    Args:
+        sharded: with sharded state too, where that changes anything; else only where it is pinned.
+    """
     blocks = pinned_blocks(cluster, questions.whole.pins, everywhere)
     batch = graph.batch or 1
     names = graph.layers if fold is None else dict.fromkeys(fold.kept.values())
@@ -147,10 +153,18 @@ def candidates(
         known = free.get(leader)
         free[name] = strategies(graph.layers[name], batch, blocks, uneven=uneven) if known is None else known
     every = [questions.whole, *questions.parts.values()]
-    return {
-        name: tuple(dict.fromkeys((*own, *(one for pins in every for one in pins.allowed.get(name, ())))))
-        for name, own in free.items()
-    }
+    found: dict[str, Sequence[Strategy]] = {}
+    for name, own in free.items():
+        layer, said = graph.layers[name], [pins for pins in every if name in pins.allowed]
+        known = [*own, *(replace(one, state="sharded") for one in own if sharded and layer.parameters)]
+        known += [one for pins in said if pins.layers[name].state is not None or sharded for one in pins.allowed[name]]
+        known += [one for pins in said for one in pins.allowed[name] if one.state == "replicated"]
+        pinned_so = any(pins.layers[name].state is not None for pins in said)
+        found[name] = tuple(
+            one for one in dict.fromkeys(known)
+            if one.state == "replicated" or pinned_so or slices(graph, layer, one)
+        )  # fmt: skip
+    return found
 
 
 def masked(formulation: Formulation, pins: Pinned, within: Within = None) -> Problem:

@@ -42,8 +42,13 @@ def print_micro_batches(page: Page, decision: Decision) -> None:
     def row(one: MicroBatchesTried) -> TableRow:
         step = times.text(one.step_s) if one.step_s is not None and one.fits else ""
         memory = "" if one.memory_bytes is None else sizes.text(one.memory_bytes)
-        figures = (str(one.count), f"{decision.plan.batch // one.count:,}", step, memory)
-        if one.count == decision.plan.micro_batches:
+        figures = (
+            f"{one.count}{', sharded state' * one.sharded}",
+            f"{decision.plan.batch // one.count:,}",
+            step,
+            memory,
+        )
+        if one.count == decision.plan.micro_batches and one.sharded == bool(decision.plan.sharded):
             return TableRow("", figures, [Styled("chosen", "bold green")], "bold")
         nearest = "no plan fits" if one.memory_bytes is None else "does not fit"
         remark = (

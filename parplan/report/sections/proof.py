@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from parplan.plan import Scheme
-from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES, Baseline, Decision, Proof, Seconds
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, SHARDED, SOME_BRANCHES, Baseline, Decision, Proof, Seconds
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
 
@@ -119,8 +119,14 @@ def claim(decision: Decision) -> str:
     wants = [*conditions(decision), *["keeps the pins"] * bool(decision.pins)]
     which = f" of this model{' that ' + ', '.join(wants[:-1]) if wants else ''}"
     which += f"{' and ' if wants[1:] else ''}{wants[-1]}" if wants else ""
-    several = decision.cluster.count > 1 and ANY_BLOCK in proof.covered
-    in_passes = "; of plans in passes those on the first devices were compared" * several
+    several, compared = decision.cluster.count > 1, list[str]()
+    if several and ANY_BLOCK in proof.covered:
+        compared.append("plans in passes were compared on the first devices alone")
+    if several and not proof.given:
+        alone = "in one micro-batch alone" if SHARDED in proof.covered else "not at all"
+        also = alone if compared else f"were compared {alone}" if SHARDED in proof.covered else "were not compared"
+        compared.append(f"plans with sharded state {also}")
+    in_passes = f"; {', and '.join(compared)}" if compared else ""
     if proof.status == "OPTIMAL":
         return f"no plan{which} is faster under these costs{in_passes}"
     if not _bounded(proof):

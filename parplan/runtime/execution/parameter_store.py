@@ -185,6 +185,12 @@ class Store:
             return copy.tensor
         return original if original.shape == wanted.shape else block(original, region_of(wanted.where.block))
 
+    def slice(self, name: str, device: int) -> Tensor:
+        """The part that `device` keeps of a parameter which lies in slices, in the device's memory."""
+        original = self.original(name).detach()
+        own = original if self._sharded else block_values(original, self._holdings[name][device])
+        return sent(own, self._transport.physical(device))
+
     def _is_copied(self, wanted: _Wanted) -> bool:
         """Whether a device works on a copy: in another memory, or of a block with sections, which is no view."""
         sections = any(isinstance(extent, Ranges) for extent in wanted.where.block)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.graph.user_line import failing_layer
+from parplan.layout import whole_block
 from parplan.lowering.passes import put, take
-from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Slot, Split, Step, Transfer
+from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Slot, Split, State, Step, Transfer
 from parplan.runtime.compat import keeps_graph
 from parplan.runtime.execution.executor import Executor, memory
 from parplan.runtime.execution.gradients import Gradients
@@ -114,6 +115,7 @@ class Run:
         self._frees = once
         self._reached: Set[str] | None = None  # slots that have a gradient in some process; None: all
         self._touched: set[str] = set()  # parameters that this process has a gradient of
+        self._to_slices: list[str] = []  # parameters whose gradients are on their way to slices
         self._kept = kept
         self._micro_batch = executor.seeded.micro_batch = micro_batch
         self._random_state = executor.own_draws()
@@ -149,8 +151,11 @@ class Run:
         for name, tensor in zip(self.inputs, tensors, strict=True):
             device = self._arrival(self._program.slots[name])
             parts.put(name, device, tensor.detach().to(self._transport.physical(device)))
+        for name in self._program.slices:
+            for device in self._executor.owned(self._program.slots[name].devices):
+                parts.put(name, device, self._executor.store.slice(name, device))
         self._transport.begin()
-        for name in self.inputs:
+        for name in (*self.inputs, *self._program.slices):
             for device, tensor in parts.get(name).items():
                 with self._transport.on(device):
                     self._transport.used_here(tensor)  # a graph may be the last to hold it
@@ -304,6 +309,7 @@ class Run:
         self._transport.begin()
         steps = self._program.backward if last else (s for s in self._program.backward if not isinstance(s, Reduce))
         self.go_backward(steps, grads, sums)
+        self._take_slices(grads, sums)
         sums.arrive()
         given = [self._input_gradient(name, grads) for name in self.inputs]
         with self._recorder.sends:
@@ -365,6 +371,17 @@ class Run:
                 self._executor.each(step, partial(self._through_layers, step, grads=grads, sums=sums), backward=True)
                 for result in step.results:
                     grads.drop(result.slot)
+                self._take_slices(grads, sums)  # of the step before, which were on their way beside this one
+
+    def _take_slices(self, grads: SlotParts, sums: Gradients) -> None:
+        """Take in the gradients of parameters that lie in slices, and free what they were summed from."""
+        for name in self._to_slices:
+            for device, gradient in grads.get(name).items():
+                sums.add(State(name, {device: whole_block(gradient.shape)}), device, gradient, own=True)
+            grads.drop(name)
+        if self._to_slices:
+            self._transport.free_sent()
+        self._to_slices = []
 
     def _send_back(self, step: Transfer, grads: SlotParts) -> None:
         target = self._program.slots[step.target]
@@ -373,6 +390,9 @@ class Run:
         held = grads.get(step.target)
         if not held and self._transport.processes == 1:
             return
+        if target.value in self._program.slices:
+            self._to_slices.append(step.source)
+            self._touched |= {target.value} if held else set()
         here = self._executor.owned(target.devices)
         whole = {device: held[device] if device in held else self._new(target, device) for device in here}
         grads.start(step, whole, backward=True)

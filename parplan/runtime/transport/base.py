@@ -64,6 +64,9 @@ class Transport(ABC):
     def show(self) -> None:  # noqa: B027
         """Order the caller's work from here on after everything that ran before."""
 
+    def free_sent(self) -> None:  # noqa: B027
+        """Free what was sent, once it has left; all devices have started to receive it."""
+
     def end(self) -> None:
         """The same, and everything sent has left."""
         self.show()

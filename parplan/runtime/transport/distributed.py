@@ -117,6 +117,10 @@ class DistributedTransport(Transport):
 
     def end(self) -> None:
         """Wait until what was sent has left, so that its memory may be reused."""
+        self.free_sent()
+
+    def free_sent(self) -> None:
+        """As `Transport.free_sent`; a rank that waits here has started all that others wait for."""
         for sent in self._sent:
             with explained(sent.name, self.rank):
                 for work in sent.works:

@@ -1,0 +1,104 @@
+"""Sharded state: which parameters lie in slices, and the program that gathers them and sums their gradients to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parplan.errors import PlanError
+from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.layout import shape_of
+from parplan.lowering.holdings import holdings, slices
+from parplan.lowering.lower import lower
+from parplan.lowering.step_setting import StepSetting
+from parplan.plan import Plan, Scheme, Strategy
+from parplan.planner.search_space.verifier import check
+
+FOUR = (0, 1, 2, 3)
+REPLICAS = Strategy(4, 1, None, FOUR, state="sharded")
+
+
+class Tied(nn.Module):
+    """Words in and out by one weight, a norm over the batch, and a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.own = nn.Embedding(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)
+        self.narrow = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.norm(self.words(x))
+        return h @ self.words.weight.t(), self.narrow(self.own(h))
+
+
+def sliced(graph: LayerGraph, strategy: Strategy) -> dict[str, tuple[int, ...]]:
+    """Rows of the slices by the parameter's name."""
+    found: Mapping[str, tuple[int, ...]] = {
+        graph.parameters[name]: own.rows
+        for layer in graph.layers.values()
+        for name, own in slices(graph, layer, strategy).items()
+    }
+    return dict(found)
+
+
+def test_matrices_of_one_layer_lie_in_slices() -> None:
+    """Not vectors, what layers share, norms of the batch, and matrices with fewer indices than slices."""
+    graph = capture(Tied(), (torch.randint(0, 16, (8,)),))
+    assert sliced(graph, REPLICAS) == {"own.weight": (2, 1, 2, 1), "narrow.weight": (2, 1, 2, 1)}
+    assert sliced(graph, Strategy(8, 1, None, tuple(range(8)), state="sharded")) == {"own.weight": (1,) * 8}
+    assert sliced(graph, Strategy(4, 1, None, FOUR)) == sliced(graph, Strategy(state="sharded")) == {}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [
+        (REPLICAS, [(2, 8)] * 4),
+        (Strategy(2, 2, "out-features", FOUR, state="sharded"), [(4, 4)] * 4),
+        (Strategy(2, 2, "in-features", FOUR, state="sharded"), [(4, 4)] * 4),
+        (Strategy(1, 4, "out-features", FOUR, state="sharded"), [(2, 8)] * 4),
+    ],
+)
+def test_every_device_keeps_a_part_of_its_own(strategy: Strategy, parts: list[tuple[int, ...]]) -> None:
+    graph = capture(nn.Sequential(nn.Linear(8, 8)), (torch.zeros(8, 8),))
+    held = holdings(graph, {"0": strategy})["p_0_weight"]
+    assert [shape_of(block) for block in held.values()] == parts
+    assert len(set(held.values())) == 4
+
+
+def test_weights_are_gathered_before_their_layer_and_gradients_leave_behind_it() -> None:
+    graph = capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), (torch.zeros(8, 8),))
+    strategy = Strategy(2, 1, None, (0, 1), state="sharded")
+    program = lower(graph, dict.fromkeys(graph.layers, strategy), StepSetting.per_process(2, 8))
+    assert program.slices == ("p_0_weight", "p_2_weight")
+    assert (
+        program.text()
+        == """\
+forward:
+  move p_0_weight 2x1 (0,1) rows:0 -> p_0_weight@1 2x1 (0,1)
+  0 + 1 on 2x1 (0,1): input, p_0_weight@1 -> relu
+  move p_2_weight 2x1 (0,1) rows:0 -> p_2_weight@1 2x1 (0,1)
+  2 on 2x1 (0,1): relu, p_2_weight@1 -> linear_1
+backward:
+  back through 2
+  move p_2_weight@1 back to p_2_weight
+  back through 0 + 1
+  sum gradients of p_2_bias, p_0_bias
+  move p_0_weight@1 back to p_0_weight
+"""
+    )
+
+
+@pytest.mark.parametrize("changed", [{"scheme": Scheme.INTERLEAVE}, {"micro_batches": 2}])
+def test_neither_passes_nor_micro_batches(changed: dict[str, Scheme | int]) -> None:
+    graph = capture(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), (torch.zeros(8, 8),))
+    layers = {"0": REPLICAS, "1": Strategy(2, 2, "out-features", FOUR)}
+    plan = Plan(graph.model, graph.fingerprint, 8, 4, layers)
+    check(plan, graph)
+    assert Plan.from_json(plan.to_json()) == plan
+    changed_plan = Plan(plan.model, plan.fingerprint, 8, 4, layers, **changed)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="0: sharded state is for steps in one pass and one micro-batch"):
+        check(changed_plan, graph)
