@@ -1,7 +1,8 @@
 """Step time of plans against DistributedDataParallel, on CPU processes.
 
 A pure data-parallel plan of a convolutional network must cost what DDP costs, and a hybrid plan of AlexNet, with its
-fully-connected layers cut, much less, with those layers in one pass or in several. Both models live in the same gloo
+fully-connected layers cut, much less, with those layers in one pass or in several. Plans with sharded state meet
+`fully_shard(reshard_after_forward=False)` of every layer with weights (ZeRO-2). Both models live in the same gloo
 processes with one thread each and take turns, so that a machine that slows down slows both: every round gives one
 ratio, and the median of the ratios is what counts, with the quartiles as its spread. A step is everything: forward,
 loss, backward and SGD with momentum. Batch norm is local, as DDP has it.
@@ -17,13 +18,15 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch import multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,6 +61,29 @@ CUTS = {"fc6": "out-features", "fc7": "in-features", "fc8": "in-features"}
 BETWEEN = ("relu6", "drop6", "relu7", "drop7")
 
 
+def sharded_state(layer: Layer, devices: int) -> Strategy:
+    """The same with state in slices."""
+    return replace(data_parallel(layer, devices), state="sharded")
+
+
+def mlp() -> nn.Module:
+    """Six wide layers: images to (N, 10)."""
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(3 * 16 * 16, 1024), nn.ReLU()]
+    for _ in range(4):
+        layers += [nn.Linear(1024, 1024), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(1024, 10))
+
+
+def by_fully_shard(net: nn.Module) -> nn.Module:
+    """Every layer with weights a unit of its own, whole from its forward to its backward."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in net.modules():
+        if not [*layer.children()] and [*layer.parameters()]:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(net, mesh=mesh, reshard_after_forward=False)
+    return net
+
+
 def hybrid(layer: Layer, devices: int) -> Strategy:
     """Convolutions on every process, fully-connected layers in slices, one on each."""
     axis = CUTS.get(layer.name, "features" if layer.name in BETWEEN else None)
@@ -68,7 +94,7 @@ def hybrid(layer: Layer, devices: int) -> Strategy:
 @dataclass(frozen=True)
 class Case:
     """One comparison: `samples` per process of images with `side` pixels, in `classes` classes, in one go or in
-    micro-batches (of DDP by `no_sync`)."""
+    micro-batches (of DDP by `no_sync`); the other one is what `rival` makes of the network."""
 
     network: str
     plan: str
@@ -80,6 +106,7 @@ class Case:
     steps: int
     scheme: Scheme = Scheme.GATHER
     micro_batches: int = 1
+    rival: Callable[[nn.Module], nn.Module] = DistributedDataParallel
 
     def planner(self, graph: LayerGraph) -> Plan:
         """The plan, whatever the network."""
@@ -98,6 +125,8 @@ CASES = (
     Case("plain", "data parallel, 4 parts", plain_convnet, data_parallel, 32, 32, 10, 2, micro_batches=4),
     Case("alexnet", "data parallel, 4 parts", AlexNet, data_parallel, 16, 224, 1000, 1, micro_batches=4),
     Case("alexnet", "hybrid, 4 parts", AlexNet, hybrid, 16, 224, 1000, 1, micro_batches=4),
+    Case("mlp", "sharded state", mlp, sharded_state, 64, 16, 10, 5, rival=by_fully_shard),
+    Case("alexnet", "sharded state", AlexNet, sharded_state, 8, 224, 1000, 1, rival=by_fully_shard),
 )
 
 
@@ -126,7 +155,7 @@ class Figures:
         )
 
 
-HEAD = "network  plan                   samples    DDP ms   parplan   ratio  quartiles       faster"
+HEAD = "network  plan                   samples  other ms   parplan   ratio  quartiles       faster"
 
 
 def stepper(model: nn.Module, images: Tensor, labels: Tensor, micro_batches: int = 1) -> Callable[[], None]:
@@ -182,7 +211,7 @@ def compare(case: Case, rank: int, rounds: int) -> Figures:
     net = case.build()
     torch.manual_seed(rank)
     batch = (torch.randn(case.samples, 3, case.side, case.side), torch.randint(case.classes, (case.samples,)))
-    ddp = stepper(DistributedDataParallel(copy.deepcopy(net)), *batch, case.micro_batches)
+    ddp = stepper(case.rival(copy.deepcopy(net)), *batch, case.micro_batches)
     own = stepper(Compiled(net, case.planner, batch_norm="local"), *batch, case.micro_batches)
     for step in (ddp, own):
         seconds(step, 3)
