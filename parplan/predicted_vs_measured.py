@@ -18,6 +18,7 @@ from parplan.cost_models.profile.records import PartEntry, SessionProfile
 from parplan.cost_models.roofline import part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.holdings import slices
 from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan
 from parplan.planner.decide import decide, predict
@@ -34,7 +35,7 @@ from parplan.report import units
 from parplan.report.pictures.lanes import device_lanes
 from parplan.report.pictures.trace import predicted_spans
 from parplan.runtime.measurement.measured_step import MeasuredStep
-from parplan.runtime.measurement.predicted import INPUTS, RESULTS, BothTimes, Expected, ExpectedLayer
+from parplan.runtime.measurement.predicted import INPUTS, RESULTS, SLICES, BothTimes, Expected, ExpectedLayer
 from parplan.runtime.measurement.trace_events import TraceSpan
 
 __all__ = [
@@ -145,15 +146,20 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
         transfers[move.value] = moved + BothTimes(move.forward_s, move.backward_s)
         if move.forward_s > 0 and move.value in graph.values:
             readers[move.value] += (name or RESULTS for name in move.readers)
-    times = {}
+    times, sources = {}, {**graph.producer, **dict.fromkeys(graph.parameters, SLICES)}
     for name, option in options.items():
         layer = work.layers[name]  # in all its passes
         both = BothTimes(layer.passes * layer.cost.forward_s, layer.passes * layer.cost.backward_s)
         times[name] = ExpectedLayer(both, option.cost.source.value)
+        gathered = slices(graph, graph.layers[name], option.strategy)
+        sizes = {value: graph.values[value].nbytes for value in gathered}
+        for value, nbytes in sizes.items():
+            transfers[value] = BothTimes(layer.cost.gather_s * nbytes / sum(sizes.values()))
+            readers[value].append(name)
     expected = Expected(
         layers=times,
         transfers=transfers,
-        labels={v: f"{graph.producer.get(v, INPUTS)} -> {', '.join(dict.fromkeys(own))}" for v, own in readers.items()},
+        labels={v: f"{sources.get(v, INPUTS)} -> {', '.join(dict.fromkeys(own))}" for v, own in readers.items()},
         reduce_s=step.exposed_reduce_s,
         update_s=step.update_s,
         overhead_s=step.overhead_s,
@@ -165,7 +171,7 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
     for one in layer_reports(graph, formulation, [0] * len(formulation.problem.nodes), plan):
         both, inputs = times[one.name].times, graph.layers[one.name].inputs
         moved_s = sum(transfers[value].total_s for value in inputs if value in transfers)
-        moved_s += 2 * options[one.name].batch_norm_sync_s
+        moved_s += 2 * options[one.name].batch_norm_sync_s + options[one.name].cost.gather_s
         layers.append(replace(one, forward_s=both.forward_s, backward_s=both.backward_s, transfer_s=moved_s))
     return PlanPrediction(tuple(layers), step, expected)
 

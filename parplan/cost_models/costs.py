@@ -59,11 +59,13 @@ class LayerCharges(LayerCost):
         reduce_s: the sum of its gradients over the links.
         compute_interference_s: the part of that which holds up the backward pass beside it.
         post_update_s: the part that comes after the update.
+        gather_s: the way of its weights from slices, before its forward.
     """
 
     reduce_s: float
     compute_interference_s: float
     post_update_s: float
+    gather_s: float
 
     @property
     def overlappable_s(self) -> float:
@@ -265,14 +267,12 @@ def charges(costs: CostModel, layer: Layer, strategy: Strategy, passes: int = 1)
     """The seconds of a layer that runs in so many passes, which T adds up and the simulation schedules."""
     step, reduce_s = costs.step, costs.reduction(layer, strategy)
     post_update_s = step.late * reduce_s
-    own = costs.layer(layer, strategy, passes)
-    if strategy.state != "replicated":
-        own = replace(own, forward_s=own.forward_s + costs.gather(layer, strategy))
     return LayerCharges(
-        **vars(own),
+        **vars(costs.layer(layer, strategy, passes)),
         reduce_s=reduce_s,
         compute_interference_s=(1 - step.overlap) * (reduce_s - post_update_s),
         post_update_s=post_update_s,
+        gather_s=costs.gather(layer, strategy) if strategy.state == "sharded" else 0.0,
     )
 
 

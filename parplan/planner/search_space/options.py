@@ -67,7 +67,7 @@ def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
     in_passes = np.array([float(one.role is Stage.PASSES) for one in options])
     inside = in_passes if shape.passes > 1 else np.zeros_like(in_passes)
     once = 1 - inside
-    forward = np.array([one.cost.forward_s + one.batch_norm_sync_s for one in options])
+    forward = np.array([one.cost.gather_s + one.cost.forward_s + one.batch_norm_sync_s for one in options])
     backward = np.array([one.cost.backward_s + one.batch_norm_sync_s for one in options])
     interference = np.array([one.cost.compute_interference_s for one in options])
     arrival = np.array([one.arrival_s for one in options])

@@ -242,7 +242,8 @@ class _StepTasks:
         own = dict[int, int]()
         for name in step.layers if kind is Kind.FORWARD else reversed(step.layers):
             layer = self.priced.layers[name]
-            seconds = layer.cost.forward_s if kind is Kind.FORWARD else layer.cost.backward_s
+            cost = layer.cost
+            seconds = cost.gather_s + cost.forward_s if kind is Kind.FORWARD else cost.backward_s
             for device in devices:
                 tasks: Iterable[int] = (own[device],) if device in own else after[device]
                 if number is not None:  # in the program's order, as a stream serves them

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from parplan.runtime.measurement.trace_events import TraceSpan
 
-__all__ = ["INPUTS", "RESULTS", "BothTimes", "Expected", "ExpectedLayer"]
+__all__ = ["INPUTS", "RESULTS", "SLICES", "BothTimes", "Expected", "ExpectedLayer"]
 
-INPUTS, RESULTS = "(inputs)", "(results)"
+INPUTS, RESULTS, SLICES = "(inputs)", "(results)", "(slices)"
 
 
 @dataclass(frozen=True)
