@@ -102,3 +102,31 @@ def test_neither_passes_nor_micro_batches(changed: dict[str, Scheme | int]) -> N
     changed_plan = Plan(plan.model, plan.fingerprint, 8, 4, layers, **changed)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="0: sharded state is for steps in one pass and one micro-batch"):
         check(changed_plan, graph)
+
+
+class Shared(nn.Module):
+    """One weight in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(x))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("last", "parts"),
+    [
+        (Strategy(1, 2, "out-features", (2, 3)), [(4, 8)] * 4),
+        (Strategy(1, 2, "in-features", (2, 3)), [(8, 8)] * 4),
+        (Strategy(1, 1, None, (2,)), [(8, 8)] * 3),
+        (Strategy(1, 2, "in-features", (0, 1)), [(8, 8)] * 2),
+    ],
+)
+def test_what_layers_share_is_whole_where_their_blocks_overlap(last: Strategy, parts: list[tuple[int, ...]]) -> None:
+    graph = capture(Shared(), (torch.zeros(8, 8),))
+    held = holdings(graph, {"first": Strategy(1, 2, "out-features", (0, 1)), "last": last})
+    assert [shape_of(block) for block in held[next(iter(graph.users))].values()] == parts
