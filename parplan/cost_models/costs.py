@@ -272,7 +272,7 @@ def charges(costs: CostModel, layer: Layer, strategy: Strategy, passes: int = 1)
         reduce_s=reduce_s,
         compute_interference_s=(1 - step.overlap) * (reduce_s - post_update_s),
         post_update_s=post_update_s,
-        gather_s=costs.gather(layer, strategy) if strategy.state == "sharded" else 0.0,
+        gather_s=costs.gather(layer, strategy),
     )
 
 

@@ -121,7 +121,6 @@ class _Search:
         layers = list(graph.layers.values())
         self.names = tuple(graph.layers)
         place = {layer.name: number for number, layer in enumerate(layers)}
-        uses = Counter(name for layer in layers for name in layer.parameters)
         known: dict[object, int] = {}
         self.kinds: list[int] = []
         self.inputs: list[list[tuple[str, int | None, int]]] = []
@@ -129,7 +128,7 @@ class _Search:
         gaps: Counter[int] = Counter()
         for number, layer in enumerate(layers):
             # Weights that several layers share are held and updated once: such layers stand for themselves only.
-            shared = any(uses[name] > 1 for name in layer.parameters)
+            shared = any(len(graph.users[name]) > 1 for name in layer.parameters)
             kind = known.setdefault((number if shared else -1, _signature(graph, layer)), len(known))
             self.kinds.append(kind)
             wires = []

@@ -141,8 +141,7 @@ def buckets(
     """
     filled: list[Bucket] = []
     being: dict[_Kind, _Open] = {}
-    first_used = dict.fromkeys(p for layer in graph.layers.values() for p in layer.parameters)
-    for parameter in reversed(first_used):  # the backward is done first with the last to be used first
+    for parameter in reversed(tuple(graph.users)):  # the backward is done first with the last to be used first
         spec, groups = graph.values[parameter], _groups(held[parameter])
         if not spec.requires_grad or all(len({memories[device] for device in group}) == 1 for group in groups):
             continue

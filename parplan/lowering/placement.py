@@ -178,7 +178,8 @@ class SlotAssigner:
         if source.pass_number is not None and source.pass_number + 2 < len(self._passes) < len(self.begins):
             end = self.begins[source.pass_number + 2]  # results: their gradients when the pass behind begins to go back
         self.add(target, start)
-        self.moves.append(ScheduledMove(Transfer(source, target), start, end))
+        weights = source.value in self._graph.parameters
+        self.moves.append(ScheduledMove(Transfer(source, target, weights), start, end))
         return target
 
     def _start(self, source: Slot, base: str, reader: int) -> int:

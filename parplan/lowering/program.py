@@ -213,10 +213,12 @@ class Transfer:
 
     Args:
         given, wanted: the slots it reads and fills.
+        weights: it gathers a parameter that lies in slices; its gradient is summed to slices.
     """
 
     given: Slot
     wanted: Slot
+    weights: bool = False
 
     @property
     def source(self) -> str:

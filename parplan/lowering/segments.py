@@ -88,9 +88,8 @@ class Segments:
         if (last.code, last.grid, last.pass_number) != (Code.LAYERS, strategy.grid, pass_number) or self._leaves(last):
             return False
         known = {**last.operands, **last.results}
-        others = (
-            v for v in self._operands(layer) if v not in known and v not in self._graph.user_inputs
-        )  # those come first
+        apart = {*known, *self._graph.user_inputs}  # the user's come first
+        others = (value for value in self._operands(layer) if value not in apart)
         if any(self._slots.arrives(value, layer.layout(value, strategy), pass_number) for value in others):
             return False
         in_place = all(

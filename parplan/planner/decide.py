@@ -108,8 +108,7 @@ def decide(
     decision = _explained(case, found, search.costs_s, simulated, search.asked.whole, begin)
     decision = replace(decision, micro_batches=result.tried)
     if request.plan is None and memory_excess(cluster, decision.prediction):
-        whole = f"\n  it cannot be cut into micro-batches: {result.why_whole}" if result.why_whole else ""
-        raise InfeasiblePlan(nearest_to_fitting(cluster, decision.prediction, by_hand) + whole)
+        raise InfeasiblePlan(nearest_to_fitting(cluster, decision.prediction, by_hand) + result.why_whole)
     return with_pins(case, decision, search, search.asked) if request.pins else decision
 
 

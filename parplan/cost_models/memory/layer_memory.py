@@ -182,12 +182,12 @@ class MemoryModel:
         cut = local.axis.dims.keys() if local.axis is not None else set(layer.parameters)
         shards, axis = local.strategy.shards, local.axis
         shared = {n for n in cut if axis is not None and axis.sharers(n, shards) > 1}
-        sliced = slices(self.graph, layer, local.strategy)
-        trained = [name for name in self._trained(local) if name not in sliced]
-        summed = [n for n in trained if local.strategy.replicas > 1 or n not in cut or n in shared]
+        sliced, trained = slices(self.graph, layer, local.strategy), self._trained(local)
+        copied = [n for n in trained if local.strategy.replicas > 1 or n not in cut or n in shared]
+        summed = [name for name in copied if name not in sliced]
         messages_bytes = sum(nbytes for name in summed if (nbytes := self.taken(local, [name])) < ALONE_BYTES)
         # Gradients on their way to slices: as they lie, and what comes of them from others.
-        for name in (name for name in self._trained(local) if name in sliced):
+        for name in sliced.keys() & set(trained):
             coming = self.taken(local, [name]) - self.allocated(self._kept_bytes(local, name))
             yield Held(back + 1, moments.in_slices(back), self.taken(local, [name]) + coming)
         if self.micro_batches > 1:  # gradients are added to those before when the run of layers has gone back

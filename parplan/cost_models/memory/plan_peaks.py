@@ -160,10 +160,10 @@ class _Step:
             if transfer.given.value in self._graph.values:
                 there, back = messages(transfer.given, transfer.wanted)
                 self._move(transfer, there)
-                trained = transfer.given.requires_grad and transfer.given.value in self._program.slices
-                if trained or (transfer.given.requires_grad and transfer.given.value in self._graph.producer):
+                made = transfer.weights or transfer.given.value in self._graph.producer
+                if transfer.given.requires_grad and made:
                     kept[transfer.target] = self._move_back(transfer, back)
-                if trained:
+                if transfer.given.requires_grad and transfer.weights:
                     sent.append(([transfer.target], (moments.backward(self._reader(transfer.target)), 0)))
         for targets, stop in sent:
             nbytes = np.max([self._nbytes(slots[target]) for target in targets], axis=0)
@@ -176,7 +176,7 @@ class _Step:
         until the backward of the first segment that reads it."""
         moments, first = self._moments, self._reader(transfer.target)
         read = moments.forward(first)
-        home = _is_home(transfer.given) and transfer.given.value not in self._program.slices
+        home = _is_home(transfer.given) and not transfer.weights
         start = moments.forward(self._made(transfer.given)) + 1 if home else read - 1
         end = moments.backward(first) + 1
         if transfer.target in self._stops:
@@ -199,7 +199,7 @@ class _Step:
         start = moments.backward(self._reader(transfer.target)) + 1
         taken = moments.backward(self._made(transfer.given)) if _is_home(transfer.given) else start + 1
         end = moments.passed
-        if transfer.given.value in self._program.slices:
+        if transfer.weights:
             end = taken = self._in_slices(start - 1)
         self._hold_sent(transfer.wanted, transfer.given, sizes, (start, taken, end))
         shared = self._spread(transfer.wanted.layout.grid, sizes.shared * end)

@@ -40,7 +40,7 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     unhidden = sum(many * (own.cost.compute_interference_s + own.cost.post_update_s) for many, own in once)
     transfer = sum(
         float(edge_totals(parts, edge)[choice[edge.source], choice[edge.target]]) for edge in parts.edges
-    ) + sum(many * (own.arrival_s + own.cost.gather_s + 2 * own.batch_norm_sync_s) for many, own in runs)
+    ) + sum(many * own.own_moves_s for many, own in runs)
     transfer += sum(float(node_totals(parts, reuse.node)[choice[reuse.node]]) for reuse in formulation.reused)
     exposed = found.objective - forward - backward - update - unhidden - transfer - several * step.overhead_s
     exposed = exposed if exposed > ROUNDING * found.objective else 0.0
@@ -86,7 +86,7 @@ def layer_reports(
             strategy=strategy,
             forward_s=several * option.cost.forward_s,
             backward_s=several * option.cost.backward_s,
-            transfer_s=moved_s + several * (option.arrival_s + option.cost.gather_s + 2 * option.batch_norm_sync_s),
+            transfer_s=moved_s + several * option.own_moves_s,
             reduce_s=option.cost.reduce_s,
             memory_bytes=option.memory.resident_bytes + option.memory.saved_bytes,
             source=option.cost.source,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
 from parplan.planner.search.context import Case
 from parplan.planner.search_space.formulation import Formulation
@@ -52,10 +51,11 @@ def fitting(
         if closest is None or max(over) < closest.lacking_bytes:
             closest = Lacking(max(over), found.choice)
         alone = formulation.device_peaks(found.choice, case.cluster.count)
-        taken = [alone[lane] if more else 0.0 for lane, more in zip(formulation.shape.lanes, over, strict=True)]
-        if again or all(nbytes <= most for nbytes, most in zip(taken, limits, strict=True)):
-            known = [min(most, nbytes or inf) for nbytes, most in zip(taken, limits, strict=True)]
-            limits = tuple(max(0.0, most - more) for most, more in zip(known, over, strict=True))
+        lanes = list(zip(formulation.shape.lanes, limits, over, strict=True))
+        if again == 0 and any(more and alone[lane] > most for lane, most, more in lanes):
+            continue  # the estimates rule it out too: what is lacking may be no more than they count
+        known = (most if not more else min(most, alone[lane]) for lane, most, more in lanes)
+        limits = tuple(max(0.0, most - more) for most, more in zip(known, over, strict=True))
     return first, closest
 
 

@@ -43,7 +43,7 @@ class Searched:
     """A search that ended with a plan, and the numbers of micro-batches that were compared.
 
     Args:
-        why_whole: the reason for which there can be no more than one, once more were asked for.
+        why_whole: a line for messages: why there can be no more than one, once more were asked for.
     """
 
     search: ShapeSearch
@@ -225,12 +225,12 @@ class _Counts:
         Raises:
             InfeasiblePlan: there is none.
         """
+        why_whole = f"\n  it cannot be cut into micro-batches: {self.why}" if self.why else ""
         best, most = self.best or self._nearest, max((count for count, _ in self._tried), default=1)
         if best is None:
             assert self._error is not None
             more = f"\n  this is of {most} micro-batches; fewer need more memory" if most > 1 else ""
-            more = f"\n  it cannot be cut into micro-batches: {self.why}" if self.why else more
-            raise type(self._error)(f"{self._error}{more}") from self._error
+            raise type(self._error)(f"{self._error}{why_whole or more}") from self._error
         tried = tuple(self._tried[one] for one in sorted(self._tried))
         proof = best.found.proof
         bound_s = min(self._bounds_s.values(), default=inf)
@@ -240,7 +240,7 @@ class _Counts:
             proof = replace(proof, bound=bound_s, gap=gap, status=status)
         if any(sharded for _, sharded in self._tried):
             proof = replace(proof, covered=(*proof.covered, SHARDED))
-        best = replace(best, found=replace(best.found, proof=proof), why_whole=self.why)
+        best = replace(best, found=replace(best.found, proof=proof), why_whole=why_whole)
         return replace(best, tried=tried if len(tried) > 1 else ())
 
 

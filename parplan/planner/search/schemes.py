@@ -129,7 +129,7 @@ def rival_in_passes(rival: Baseline, case: Case) -> Baseline:
     if rival.plan is None or rival.step_s is None:
         return rival
     best: Plan | None = None
-    if rival.plan.micro_batches > 1 or rival.plan.sharded:
+    if rival.plan.micro_batches > 1:
         return rival
     for plan in (under(rival.plan, case.graph, scheme) for scheme in (Scheme.GATHER, *IN_PASSES)):
         if plan is not None and (best is None or case.step_s(plan) < (1 - WORTH_IT) * case.step_s(best)):

@@ -34,6 +34,11 @@ class Option(Choice):
     memory: LayerMemory
     arrival_s: float
 
+    @property
+    def own_moves_s(self) -> float:
+        """Seconds of moves that no edge counts: user inputs, weights from slices, batch statistics there and back."""
+        return self.arrival_s + self.cost.gather_s + 2 * self.batch_norm_sync_s
+
 
 def priced_option(
     graph: LayerGraph, cluster: Cluster, costs: CostModel, arriving: Collection[str], layer: Layer, own: Choice,

@@ -156,13 +156,12 @@ def candidates(
     found: dict[str, Sequence[Strategy]] = {}
     for name, own in free.items():
         layer, said = graph.layers[name], [pins for pins in every if name in pins.allowed]
-        known = [*own, *(replace(one, state="sharded") for one in own if sharded and layer.parameters)]
-        known += [one for pins in said if pins.layers[name].state is not None or sharded for one in pins.allowed[name]]
-        known += [one for pins in said for one in pins.allowed[name] if one.state == "replicated"]
-        pinned_so = any(pins.layers[name].state is not None for pins in said)
+        known = [*own, *(replace(one, state="sharded") for one in own if sharded)]
+        known += [one for pins in said for one in pins.allowed[name]]
+        pinned_state = any(pins.layers[name].state is not None for pins in said)
         found[name] = tuple(
             one for one in dict.fromkeys(known)
-            if one.state == "replicated" or pinned_so or slices(graph, layer, one)
+            if one.state == "replicated" or pinned_state or (sharded and slices(graph, layer, one))
         )  # fmt: skip
     return found
 

@@ -175,7 +175,7 @@ def _moves(graph: LayerGraph, program: Program, costs: CostModel, passes: int, p
     found: dict[str, Move] = {}
     begins: dict[str, Slot] = {}  # by slot: where the terms of its sum are, or what a lone sender deals out
     for transfer in program.transfers:
-        if transfer.given.value in program.slices:
+        if transfer.weights:
             continue  # in the layer's charges
         given, wanted = begins.get(transfer.source, transfer.given), transfer.wanted
         if given.layout.partial or not policy.scatter_allgather:

@@ -123,18 +123,18 @@ def claim(decision: Decision) -> str:
     if several and ANY_BLOCK in proof.covered:
         compared.append("plans in passes were compared on the first devices alone")
     if several and not proof.given:
-        alone = "in one micro-batch alone" if SHARDED in proof.covered else "not at all"
-        also = alone if compared else f"were compared {alone}" if SHARDED in proof.covered else "were not compared"
+        states = "in one micro-batch alone" if SHARDED in proof.covered else "not at all"
+        also = states if compared else f"were compared {states}" if SHARDED in proof.covered else "were not compared"
         compared.append(f"plans with sharded state {also}")
-    in_passes = f"; {', and '.join(compared)}" if compared else ""
+    aside = f"; {', and '.join(compared)}" if compared else ""
     if proof.status == "OPTIMAL":
-        return f"no plan{which} is faster under these costs{in_passes}"
+        return f"no plan{which} is faster under these costs{aside}"
     if not _bounded(proof):
         return "the best plan found in the time; how much faster another one could be is not known"
     known_s = proof.objective if proof.simpler is None else proof.simpler.fastest_s
     longer = "; a longer `--time-limit` may find a faster one or rule it out"
     open_gap = not proof.given and known_s > proof.bound * (1 + LEAST)
-    return f"{_least(decision, which)} under these costs{in_passes}{longer * open_gap}"
+    return f"{_least(decision, which)} under these costs{aside}{longer * open_gap}"
 
 
 def conditions(decision: Decision) -> list[str]:

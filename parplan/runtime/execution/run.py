@@ -390,9 +390,9 @@ class Run:
         held = grads.get(step.target)
         if not held and self._transport.processes == 1:
             return
-        if target.value in self._program.slices:
+        if step.weights:
             self._to_slices.append(step.source)
-            self._touched |= {target.value} if held else set()
+            self._touched.update([step.source] if held else [])
         here = self._executor.owned(target.devices)
         whole = {device: held[device] if device in held else self._new(target, device) for device in here}
         grads.start(step, whole, backward=True)

@@ -227,7 +227,10 @@ class StepTimeline(Recorder):
         self.device = device
 
     def moving(self, transfer: Transfer, backward: bool) -> Span:
-        """The span of a transfer, told apart from others by the slot that it fills."""
+        """The span of a transfer, told apart from others by the slot that it fills; of gradients summed to slices, that
+        of gradient sums."""
+        if backward and transfer.weights:
+            return self.sums
         known = id(transfer), backward
         if known not in self._moves:
             exchange = transfer.transposed if backward else transfer.exchange

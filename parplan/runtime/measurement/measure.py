@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -173,8 +173,8 @@ def _parts(
     def slowest(name: str, backward: bool) -> Figure:
         return _figure([max(own.get((name, backward), {0: 0}).values()) for own in by_device])
 
-    def total(kind: ActivityKind | None, chosen: Callable[[StepActivity], bool] = lambda activity: True) -> Figure:
-        return _figure([sum(ns for a, ns in s.spent_ns.items() if kind in (a.kind, None) and chosen(a)) for s in steps])
+    def total(kind: ActivityKind, chosen: Callable[[StepActivity], bool] = lambda activity: True) -> Figure:
+        return _figure([sum(ns for a, ns in s.spent_ns.items() if a.kind is kind and chosen(a)) for s in steps])
 
     def moving(value: str, backward: bool) -> Figure:
         return total(ActivityKind.TRANSFER, lambda a: a.name in slots[value] and a.backward is backward)
@@ -188,13 +188,11 @@ def _parts(
     slots: dict[str, set[str]] = defaultdict(set)
     for transfer in program.transfers:
         slots[program.slots[transfer.target].value].add(transfer.target)
-    to_slices = set[str]().union(*(slots[value] for value in program.slices))
     for value, label in _labels(graph, program, slots).items():
-        back = moving(value, True) if value not in program.slices else Figure(0.0)
-        parts.append(MeasuredPart(StepPart.TRANSFER, moving(value, False), back, value, label))
+        parts.append(MeasuredPart(StepPart.TRANSFER, moving(value, False), moving(value, True), value, label))
     parts += [
         MeasuredPart(StepPart.SENDS, total(ActivityKind.TRANSFER, lambda activity: not activity.name)),
-        MeasuredPart(StepPart.REDUCTIONS, total(None, lambda a: _sums(a, to_slices))),
+        MeasuredPart(StepPart.REDUCTIONS, total(ActivityKind.REDUCTION)),
         MeasuredPart(StepPart.LOSS, total(ActivityKind.LOSS)),
         MeasuredPart(StepPart.UPDATE, total(ActivityKind.UPDATE)),
     ]
@@ -204,11 +202,6 @@ def _parts(
             parts.append(MeasuredPart(StepPart.TURNS, _figure(others)))
         parts.append(MeasuredPart(StepPart.RUNTIME, _figure([step.spent_ns.get(REST, 0) for step in steps])))
     return (*parts, MeasuredPart(StepPart.STEP, _figure([step.step_ns for step in steps])))
-
-
-def _sums(activity: StepActivity, to_slices: Set[str]) -> bool:
-    """Whether an activity sums gradients, over devices or to slices."""
-    return activity.kind is ActivityKind.REDUCTION or (activity.backward and activity.name in to_slices)
 
 
 def _figure(nanoseconds: Sequence[int]) -> Figure:
