@@ -2,7 +2,8 @@
 
 A pure data-parallel plan of a convolutional network must cost what DDP costs, and a hybrid plan of AlexNet, with its
 fully-connected layers cut, much less, with those layers in one pass or in several. Plans with sharded state meet
-`fully_shard(reshard_after_forward=False)` of every layer with weights (ZeRO-2). Both models live in the same gloo
+`fully_shard` of every layer with weights, which keeps them for the backward (`reshard_after_forward=False`, ZeRO-2),
+those with gathered state `fully_shard` that frees them behind the forward (ZeRO-3). Both models live in the same gloo
 processes with one thread each and take turns, so that a machine that slows down slows both: every round gives one
 ratio, and the median of the ratios is what counts, with the quartiles as its spread. A step is everything: forward,
 loss, backward and SGD with momentum. Batch norm is local, as DDP has it.
@@ -19,7 +20,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -61,9 +64,9 @@ CUTS = {"fc6": "out-features", "fc7": "in-features", "fc8": "in-features"}
 BETWEEN = ("relu6", "drop6", "relu7", "drop7")
 
 
-def sharded_state(layer: Layer, devices: int) -> Strategy:
+def in_slices(state: str) -> Callable[[Layer, int], Strategy]:
     """The same with state in slices."""
-    return replace(data_parallel(layer, devices), state="sharded")
+    return lambda layer, devices: replace(data_parallel(layer, devices), state=state)
 
 
 def mlp() -> nn.Module:
@@ -74,13 +77,13 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(1024, 10))
 
 
-def by_fully_shard(net: nn.Module) -> nn.Module:
-    """Every layer with weights a unit of its own, whole from its forward to its backward."""
+def by_fully_shard(net: nn.Module, freed: bool = False) -> nn.Module:
+    """Every layer with weights a unit of its own, whole from its forward to its backward, or `freed` in between."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in net.modules():
         if not [*layer.children()] and [*layer.parameters()]:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-    fully_shard(net, mesh=mesh, reshard_after_forward=False)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=freed)
+    fully_shard(net, mesh=mesh, reshard_after_forward=freed)
     return net
 
 
@@ -125,8 +128,32 @@ CASES = (
     Case("plain", "data parallel, 4 parts", plain_convnet, data_parallel, 32, 32, 10, 2, micro_batches=4),
     Case("alexnet", "data parallel, 4 parts", AlexNet, data_parallel, 16, 224, 1000, 1, micro_batches=4),
     Case("alexnet", "hybrid, 4 parts", AlexNet, hybrid, 16, 224, 1000, 1, micro_batches=4),
-    Case("mlp", "sharded state", mlp, sharded_state, 64, 16, 10, 5, rival=by_fully_shard),
-    Case("alexnet", "sharded state", AlexNet, sharded_state, 8, 224, 1000, 1, rival=by_fully_shard),
+    Case("mlp", "sharded state", mlp, in_slices("sharded"), 64, 16, 10, 5, rival=by_fully_shard),
+    Case("alexnet", "sharded state", AlexNet, in_slices("sharded"), 8, 224, 1000, 1, rival=by_fully_shard),
+    Case("mlp", "gathered state", mlp, in_slices("gathered"), 64, 16, 10, 5, rival=partial(by_fully_shard, freed=True)),
+    Case(
+        "alexnet",
+        "gathered state",
+        AlexNet,
+        in_slices("gathered"),
+        8,
+        224,
+        1000,
+        1,
+        rival=partial(by_fully_shard, freed=True),
+    ),
+    Case(
+        "alexnet",
+        "gathered state, 4 parts",
+        AlexNet,
+        in_slices("gathered"),
+        16,
+        224,
+        1000,
+        1,
+        micro_batches=4,
+        rival=partial(by_fully_shard, freed=True),
+    ),
 )
 
 
@@ -163,15 +190,15 @@ def stepper(model: nn.Module, images: Tensor, labels: Tensor, micro_batches: int
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def accumulate() -> None:
-        """The sums over processes in the last micro-batch's backward, as people write it for DDP."""
+        """As people write it: of DDP the sums over processes in the last micro-batch's backward, else in each."""
         if isinstance(model, Compiled):
             model.train_step(images, labels, cross_entropy, optimizer)
             return
-        assert isinstance(model, DistributedDataParallel)
         optimizer.zero_grad()
         parts = list(zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True))
         for number, (part, own) in enumerate(parts):
-            with nullcontext() if number == len(parts) - 1 else model.no_sync():
+            alone = isinstance(model, DistributedDataParallel) and number < len(parts) - 1
+            with cast(DistributedDataParallel, model).no_sync() if alone else nullcontext():
                 (cross_entropy(model(part), own) / len(parts)).backward()
         optimizer.step()
 

@@ -30,7 +30,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
-from parplan.plan import Plan, Strategy
+from parplan.plan import STATES, Plan, Strategy
 from parplan.runtime.measurement.peak_memory import step_peak
 from parplan.runtime.module.compiled import Compiled
 
@@ -61,12 +61,14 @@ def hybrid(graph: LayerGraph, layer: Layer, devices: int) -> Strategy:
     return rule(graph, layer, devices)
 
 
-def sharded_state(graph: LayerGraph, layer: Layer, devices: int) -> Strategy:
+def in_slices(state: str) -> Rule:
     """Data parallel with state in slices."""
-    return replace(data_parallel(graph, layer, devices), state="sharded")
+    return lambda graph, layer, devices: replace(data_parallel(graph, layer, devices), state=state)
 
 
 MICRO_BATCHES = 4
+
+SLICES: dict[str, Rule] = {f"{state} state": in_slices(state) for state in STATES[1:]}
 
 PLANS: dict[str, Rule] = {"data-parallel": data_parallel, "sharded": sharded, "hybrid": hybrid}
 
@@ -112,8 +114,8 @@ def cases(devices: int, only: str = "") -> list[Case]:
     whose words contain `only`."""
     kinds = [("one device", name) for name in OPTIMIZERS] if devices == 1 else list(zip(PLANS, OPTIMIZERS, strict=True))
     every = [Case(net, plan, optimizer, devices) for net in NETWORKS for plan, optimizer in kinds]
-    every += [Case(net, "sharded state", "adam", devices) for net in NETWORKS if devices > 1]
-    plans = ["one device"] if devices == 1 else list(PLANS)
+    every += [Case(net, plan, "adam", devices) for net in NETWORKS for plan in SLICES if devices > 1]
+    plans = ["one device"] if devices == 1 else [*PLANS, *SLICES]
     normed = {net.name for net in NETWORKS if any(isinstance(m, nn.BatchNorm2d) for m in net.build().modules())}
     every += [
         Case(net, plan, "adam", devices, MICRO_BATCHES) for net in NETWORKS if net.name not in normed for plan in plans
@@ -139,7 +141,7 @@ def peaks(case: Case) -> Peaks:
     predicted: list[int] = []
 
     def planner(graph: LayerGraph) -> Plan:
-        rule = {**PLANS, "sharded state": sharded_state}.get(case.plan, data_parallel)
+        rule = {**PLANS, **SLICES}.get(case.plan, data_parallel)
         chosen = {name: rule(graph, layer, case.devices) for name, layer in graph.layers.items()}
         small = at_batch(graph, (graph.batch or 1) // case.micro_batches)
         program = lower(small, chosen, StepSetting.per_process(case.devices, small.batch or 1))

@@ -37,7 +37,7 @@ __all__ = ["LISTED_DEVICES", "SCHEMA", "STATES", "Plan", "Scheme", "Strategy"]
 
 SCHEMA = "parplan.plan/1"
 RULES = ("default", "strict")
-STATES = ("replicated", "sharded")
+STATES = ("replicated", "sharded", "gathered")
 
 LISTED_DEVICES = 8
 """Up to so many devices a strategy's text lists each; either way, "0-3" or [0, 1, 2, 3], is read."""
@@ -70,7 +70,9 @@ class Strategy:
         devices: logical devices, replica by replica, the shards of a replica side by side.
         update_period: update the weights every so many passes; None means once, after the last.
         state: of weights, gradients and optimizer between steps: "replicated", on every device that uses it; "sharded",
-            in slices over those devices, of which the weights are gathered for each forward (ZeRO's first two stages).
+            in slices over those devices, of which the weights are gathered for each forward and kept for its backward
+            (ZeRO's second stage); "gathered", the same with weights freed behind the forward and gathered again for the
+            backward (its third).
     """
 
     replicas: int = 1
@@ -166,7 +168,7 @@ class Plan:
     @property
     def sharded(self) -> tuple[str, ...]:
         """The layers whose state is in slices."""
-        return tuple(name for name, own in self.layers.items() if own.state == "sharded")
+        return tuple(name for name, own in self.layers.items() if own.state != "replicated")
 
     @property
     def micro_batch(self) -> int:

@@ -59,18 +59,33 @@ class LayerCharges(LayerCost):
         reduce_s: the sum of its gradients over the links.
         compute_interference_s: the part of that which holds up the backward pass beside it.
         post_update_s: the part that comes after the update.
-        gather_s: the way of its weights from slices, before its forward.
+        scatter_s: the part of the sum that goes to slices, in every micro-batch; the rest is summed in the last one.
+        gather_s, regather_s: the way of its weights from slices, before its forward, and again before its backward.
     """
 
     reduce_s: float
     compute_interference_s: float
     post_update_s: float
+    scatter_s: float
     gather_s: float
+    regather_s: float
 
     @property
     def overlappable_s(self) -> float:
         """The part of the gradient sum that runs beside the backward."""
         return max(0.0, self.reduce_s - self.post_update_s - self.compute_interference_s)
+
+    @property
+    def before_last(self) -> LayerCharges:
+        """Those in a micro-batch behind which others come: sums to slices alone, and no update."""
+        part = self.scatter_s / self.reduce_s if self.reduce_s else 0.0
+        return replace(
+            self,
+            reduce_s=self.scatter_s,
+            compute_interference_s=part * self.compute_interference_s,
+            post_update_s=part * self.post_update_s,
+            update_s=0.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -259,20 +274,22 @@ class CostModel(Protocol):
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, or to slices."""
 
-    def gather(self, layer: Layer, strategy: Strategy) -> float:
-        """Seconds on the links to put the weights of `layer` together from slices, before its forward."""
+    def gather(self, layer: Layer, strategy: Strategy) -> tuple[float, float]:
+        """Seconds on the links to put the weights of `layer` together from slices, and to sum gradients to those."""
 
 
 def charges(costs: CostModel, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCharges:
     """The seconds of a layer that runs in so many passes, which T adds up and the simulation schedules."""
     step, reduce_s = costs.step, costs.reduction(layer, strategy)
-    post_update_s = step.late * reduce_s
+    post_update_s, (gather_s, scatter_s) = step.late * reduce_s, costs.gather(layer, strategy)
     return LayerCharges(
         **vars(costs.layer(layer, strategy, passes)),
         reduce_s=reduce_s,
         compute_interference_s=(1 - step.overlap) * (reduce_s - post_update_s),
         post_update_s=post_update_s,
-        gather_s=costs.gather(layer, strategy),
+        scatter_s=scatter_s,
+        gather_s=gather_s,
+        regather_s=gather_s if strategy.state == "gathered" else 0.0,
     )
 
 

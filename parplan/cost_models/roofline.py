@@ -17,7 +17,7 @@ import torch
 from parplan.cluster import Cluster, Device
 from parplan.cost_models.communication.measured_links import MeasuredLinks
 from parplan.cost_models.communication.transfers import Transfers
-from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost, TransferCost
+from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost
 from parplan.cost_models.devices.hardware_table import CPU
 from parplan.cost_models.memory.layer_memory import MemoryModel
 from parplan.cost_models.memory.plan_peaks import memory_over_step
@@ -29,7 +29,7 @@ from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Grid, IntArray
-from parplan.lowering.holdings import BUCKET_BYTES, Slices, slices
+from parplan.lowering.holdings import BUCKET_BYTES, slices
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
@@ -175,7 +175,7 @@ class RooflineCosts:
         part = part_of(self.graph, layer, strategy)
         by_copies: dict[int, int] = defaultdict(int)  # shards that hold the same part -> bytes
         sliced = slices(self.graph, layer, strategy)
-        total_s = sum(self._gathered(layer, strategy, name, own).backward_s for name, own in sliced.items())
+        _, total_s = self.gather(layer, strategy)
         for name in layer.parameters:
             spec = self.graph.values[name]
             if not spec.requires_grad or name in sliced:
@@ -195,13 +195,14 @@ class RooflineCosts:
         self._reductions[key] = total_s
         return total_s
 
-    def gather(self, layer: Layer, strategy: Strategy) -> float:
-        """Seconds on the links to put the weights of `layer` together from slices, one parameter after another."""
-        sliced = slices(self.graph, layer, strategy)
-        return sum(self._gathered(layer, strategy, name, own).forward_s for name, own in sliced.items())
-
-    def _gathered(self, layer: Layer, strategy: Strategy, name: str, own: Slices) -> TransferCost:
-        return self.transfer(self.graph.values[name], own.layout, layer.layout(name, strategy))
+    def gather(self, layer: Layer, strategy: Strategy) -> tuple[float, float]:
+        """Seconds on the links to put the weights of `layer` together from slices, one parameter after another, and to
+        sum gradients to those."""
+        gather_s = scatter_s = 0.0
+        for name, own in slices(self.graph, layer, strategy).items():
+            moved = self.transfer(self.graph.values[name], own.layout, layer.layout(name, strategy))
+            gather_s, scatter_s = gather_s + moved.forward_s, scatter_s + moved.backward_s
+        return gather_s, scatter_s
 
     def _seconds(self, kernel: Kernel, device: Device) -> float:
         precision = PRECISIONS.get(kernel.dtype, self.precision)

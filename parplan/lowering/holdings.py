@@ -62,7 +62,7 @@ def slices(graph: LayerGraph, layer: Layer, strategy: Strategy) -> dict[str, Sli
     several layers share.
     """
     found: dict[str, Slices] = {}
-    if strategy.state != "sharded" or layer.mixes_batch:
+    if strategy.state == "replicated" or layer.mixes_batch:
         return found
     axis = layer.axis(strategy.axis) if strategy.shards > 1 else None
     for parameter in layer.parameters:

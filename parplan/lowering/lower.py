@@ -44,6 +44,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     sliced = {
         p: own for n, layer in graph.layers.items() for p, own in slices(graph, layer, laid.strategies[n]).items()
     }
+    freed = {p for p in sliced if laid.strategies[graph.users[p][0]].state == "gathered"}
     for value, own in sliced.items():
         assigner.add(replace(assigner.slot(value, own.layout), rows=own.rows), -1)
 
@@ -69,7 +70,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     program = Program(
         slots=assigner.slots,
         forward=tuple(forward(steps, assigner.moves)),
-        backward=tuple(backward(steps, assigner.moves, filled)),
+        backward=tuple(backward(steps, assigner.moves, filled, freed)),
         inputs={value: value for value in graph.user_inputs if value is not None},
         outputs=outputs,
         updates=updates,

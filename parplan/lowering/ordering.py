@@ -14,14 +14,26 @@ before the next one, which is what updates between passes need:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import TypeVar
 
 from parplan.lowering.holdings import Bucket
 from parplan.lowering.passes import Pass, local_ranges
 from parplan.lowering.placement import ScheduledMove
-from parplan.lowering.program import Compute, Forward, Join, OnePass, Program, Reduce, Slot, Staged, Step, Transfer
+from parplan.lowering.program import (
+    Compute,
+    Forward,
+    Join,
+    OnePass,
+    Program,
+    Reduce,
+    Regather,
+    Slot,
+    Staged,
+    Step,
+    Transfer,
+)
 from parplan.lowering.step_setting import StepSetting
 
 __all__ = ["backward", "forward", "staged"]
@@ -40,17 +52,25 @@ def forward(steps: Sequence[Compute], moves: Sequence[ScheduledMove]) -> Iterato
         yield from (placed.step for placed in moves if placed.forward_at == index)
 
 
-def backward(steps: Sequence[Compute], moves: Sequence[ScheduledMove], buckets: Sequence[Bucket]) -> Iterator[Step]:
-    """Backward steps: every compute step reversed, and behind it the sums and transfers that can start then."""
+def backward(
+    steps: Sequence[Compute], moves: Sequence[ScheduledMove], buckets: Sequence[Bucket], freed: Collection[str] = ()
+) -> Iterator[Step]:
+    """Backward steps: every compute step reversed, and behind it the sums and transfers that can start then.
+
+    Args:
+        freed: parameters that are gathered again before the step that uses them.
+    """
     complete = defaultdict[int, list[Bucket]](list)  # by the segment whose backward completes them
     for bucket in buckets:
         uses = (i for i, step in enumerate(steps) if any(s.name in bucket.parameters for s in step.states))
         complete[min(uses)].append(bucket)
     for index in range(len(steps), -1, -1):
+        here = [placed.step for placed in moves if placed.backward_at == index]
         if index < len(steps):
+            yield from (Regather(s) for s in here if isinstance(s, Transfer) and s.weights and s.given.value in freed)
             yield steps[index]
         yield from map(Reduce, complete[index])
-        yield from (placed.step for placed in reversed(moves) if placed.backward_at == index)
+        yield from reversed(here)
 
 
 def staged(program: Program, passes: Sequence[Pass], step_setting: StepSetting) -> Staged | None:

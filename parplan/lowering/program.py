@@ -314,8 +314,19 @@ class Reduce:
         return f"sum gradients of {', '.join(self.bucket.parameters)}"
 
 
+@dataclass(frozen=True)
+class Regather:
+    """Gather of weights that were freed behind their forward, again for the backward that follows."""
+
+    transfer: Transfer
+
+    def text(self) -> str:
+        """One line of the printed program."""
+        return f"move {self.transfer.name} again"
+
+
 Forward = Compute | Transfer | Split | Join
-Step = Forward | Reduce
+Step = Forward | Reduce | Regather
 
 
 @dataclass(frozen=True)
@@ -395,6 +406,12 @@ class Program:
         """All transfers, in forward order."""
         return tuple(step for step in self.forward if isinstance(step, Transfer))
 
+    @cached_property
+    def freed(self) -> Mapping[str, str]:
+        """Slots of gathered weights that are freed behind their forward and filled again, with their parameters."""
+        again = (step.transfer for step in self.backward if isinstance(step, Regather))
+        return {transfer.target: transfer.given.value for transfer in again}
+
     def text(self) -> str:
         """The program as a table, one step per line."""
         forward = [f"  {step.text()}" for step in self.forward]
@@ -409,7 +426,7 @@ def _back_text(step: Step) -> str:
         return f"join {', '.join(step.targets)} back to {step.source}"
     if isinstance(step, Join):
         return f"split {step.target} back to {', '.join(step.sources)}"
-    if isinstance(step, Reduce):
+    if isinstance(step, Reduce | Regather):
         return step.text()
     prefix = "" if step.pass_number is None else f"pass {step.pass_number}: "
     return f"{prefix}back through {' + '.join(step.layers)}"

@@ -307,9 +307,12 @@ def _notes(case: Case, found: Found, step: Prediction) -> Sequence[str]:
         )
     if plan.sharded:
         kept = " One process keeps them whole all the same: memory is that of a process per device."
+        again = sum(own.state == "gathered" for own in plan.layers.values())
+        which = "" if again == len(plan.sharded) else f" of {again} of them"
+        freed = f", and{which} freed behind it and gathered again for the backward (ZeRO-3)" if again else " (ZeRO-2)"
         notes.append(
             f"Sharded state: weights, gradients and optimizer state of {counted(len(plan.sharded), 'layer')} lie in "
-            "slices; weights are gathered for each forward (ZeRO-2). Vectors stay whole, and weights that layers share."
+            f"slices; weights are gathered for each forward{freed}. Vectors stay whole, and weights that layers share."
             f"{kept if case.cluster.home is not None else ''}"
         )
     if graph.checkpoints:

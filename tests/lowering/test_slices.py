@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,16 +93,37 @@ backward:
     )
 
 
-@pytest.mark.parametrize("changed", [{"scheme": Scheme.INTERLEAVE}, {"micro_batches": 2}])
-def test_neither_passes_nor_micro_batches(changed: dict[str, Scheme | int]) -> None:
+def test_gathered_weights_are_gathered_again_before_their_backward() -> None:
+    graph = capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), (torch.zeros(8, 8),))
+    whole = Strategy(2, 1, None, (0, 1), state="sharded")
+    program = lower(
+        graph,
+        {**dict.fromkeys(graph.layers, whole), "2": replace(whole, state="gathered")},
+        StepSetting.per_process(2, 8),
+    )
+    assert program.freed == {"p_2_weight@1": "p_2_weight"}
+    assert (
+        program.text().partition("backward:")[2]
+        == """
+  move p_2_weight 2x1 (0,1) rows:0 -> p_2_weight@1 2x1 (0,1) again
+  back through 2
+  move p_2_weight@1 back to p_2_weight
+  back through 0 + 1
+  sum gradients of p_2_bias, p_0_bias
+  move p_0_weight@1 back to p_0_weight
+"""
+    )
+
+
+def test_no_passes() -> None:
     graph = capture(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), (torch.zeros(8, 8),))
     layers = {"0": REPLICAS, "1": Strategy(2, 2, "out-features", FOUR)}
     plan = Plan(graph.model, graph.fingerprint, 8, 4, layers)
     check(plan, graph)
     assert Plan.from_json(plan.to_json()) == plan
-    changed_plan = Plan(plan.model, plan.fingerprint, 8, 4, layers, **changed)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="0: sharded state is for steps in one pass and one micro-batch"):
-        check(changed_plan, graph)
+    check(replace(plan, micro_batches=2), graph)
+    with pytest.raises(PlanError, match="0: sharded state is for steps in one pass, and the plan has 2"):
+        check(replace(plan, scheme=Scheme.INTERLEAVE), graph)
 
 
 class Shared(nn.Module):

@@ -16,10 +16,11 @@ from parplan.cluster import Cluster
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.graph.capture.capture import capture
-from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.resized import at_batch
+from parplan.lowering.holdings import slices
 from parplan.lowering.micro_batches import combinations
-from parplan.plan import Plan, Scheme
+from parplan.plan import STATES, Plan, Scheme, Strategy
 from parplan.planner.decide import decide
 from parplan.planner.decision import Decision, PricedGraph
 from parplan.planner.request import PlanRequest
@@ -90,18 +91,24 @@ def decided(graph: LayerGraph, cluster: Cluster) -> Decision:
 
 
 def best_of_all(graph: LayerGraph, cluster: Cluster) -> float | None:
-    """The simulated step of the fastest plan that fits, of all plans in all numbers of micro-batches; and with sharded
-    state in one."""
-    found = []
+    """The simulated step of the fastest plan that fits, of all plans in all numbers of micro-batches; and with state in
+    slices in numbers that double."""
+    found, doubled = [], 1
+
+    def sliced(layer: Layer, strategy: Strategy) -> bool:
+        return bool(slices(graph, layer, replace(strategy, state="sharded")))
+
     for count in divisors(graph.batch or 1):
         own = priced(graph, cluster, count)
         options = [
             strategies(layer, own.graph.batch or 1, cluster_blocks(cluster, True))
             for layer in own.graph.layers.values()
         ]
-        if count == 1:
+        if count >= doubled:
+            doubled = 2 * count
             options = [
-                (*known, *(replace(one, state="sharded") for one in known if len(one.devices) > 1)) for known in options
+                (*known, *(replace(one, state=state) for one in known if sliced(layer, one) for state in STATES[1:]))
+                for layer, known in zip(own.graph.layers.values(), options, strict=True)
             ]
         for chosen in product(*options):
             layers = dict(zip(own.graph.layers, chosen, strict=True))

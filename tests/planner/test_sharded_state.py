@@ -19,31 +19,57 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import PlanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.holdings import slices
 from parplan.pins import pins_from
-from parplan.plan import Plan, Scheme, Strategy
+from parplan.plan import STATES, Plan, Scheme, Strategy
 from parplan.planner.decide import decide
 from parplan.planner.decision import SHARDED, Decision
 from parplan.planner.request import PlanRequest
 from parplan.planner.search.context import formulated
+from parplan.planner.simulation.timeline import Kind, simulate
 from tests.planner.random_plans import random_plans
 from tests.planner.test_micro_batches import SERIAL, in_micro_batches, priced
 from tests.report.golden import printed
 
 
-def in_slices(plan: Plan) -> Plan:
-    return plan.with_layers({name: replace(own, state="sharded") for name, own in plan.layers.items()})
+def in_slices(plan: Plan, draw: random.Random, *states: str) -> Plan:
+    """The plan, with one of these states for each of its layers."""
+    return plan.with_layers({name: replace(own, state=draw.choice(states)) for name, own in plan.layers.items()})
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_t_is_the_simulated_step(kind: str, seed: int) -> None:
-    """Of layers that follow each other; beside branches, as close to it as with replicated state."""
-    problem = drawn(kind, seed)
+def test_t_is_the_simulated_step(kind: str, micro_batches: int, seed: int) -> None:
+    """Of layers that follow each other, in every mixture of states; beside branches, as close to it as with replicated
+    state."""
+    problem, draw = drawn(kind, seed), random.Random(seed)
+    problem = in_micro_batches(problem, micro_batches) if micro_batches > 1 else problem
     for plan in islice(random_plans(problem.graph, problem.cluster, random.Random(seed), Scheme.GATHER), 4):
-        own = objective_s(in_slices(plan), problem) / simulated_s(in_slices(plan), problem)
         other = objective_s(plan, problem) / simulated_s(plan, problem)
-        assert own == pytest.approx(1.0, rel=1e-9) if kind in SERIAL else abs(own - 1) <= abs(other - 1) + 0.01
+        for states in (("sharded",), ("gathered",), STATES):
+            sliced = in_slices(plan, draw, *states)
+            own = objective_s(sliced, problem) / simulated_s(sliced, problem)
+            assert own == pytest.approx(1.0, rel=1e-9) if kind in SERIAL else abs(own - 1) <= abs(other - 1) + 0.01
+
+
+@pytest.mark.parametrize("kind", SERIAL)
+def test_sums_to_slices_are_part_of_every_micro_batch(kind: str) -> None:
+    problem, draw = in_micro_batches(drawn(kind, 1), 4), random.Random(1)
+    plan = next(random_plans(problem.graph, problem.cluster, random.Random(1), Scheme.GATHER))
+    everyone = tuple(range(problem.cluster.count))
+    replicas = Strategy(len(everyone), 1, None, everyone)
+    plan = plan.with_layers({n: replicas for n, layer in problem.graph.layers.items() if layer.batch is not None})
+    for state, times in (("replicated", 0), ("sharded", 1), ("gathered", 2)):
+        own = in_slices(plan, draw, state)
+        parts = simulate(problem.graph, problem.cluster, problem.costs, own).parts
+        sums = {one.number for one in parts if one.kind is Kind.REDUCTION}
+        gathers = [one for one in parts if one.kind is Kind.TRANSFER and one.move is None and one.devices == (0,)]
+        assert sums == ({3} if state == "replicated" else {0, 1, 2, 3})
+        assert len(gathers) == 4 * times * sum(
+            bool(slices(problem.graph, problem.graph.layers[n], s)) for n, s in own.layers.items()
+        )
 
 
 def certain_bytes(problem: Problem, plan: Plan) -> list[int]:
@@ -73,10 +99,10 @@ def certain_bytes(problem: Problem, plan: Plan) -> list[int]:
 def test_no_plan_takes_less_than_what_is_certain(kind: str, micro_batches: int, seed: int) -> None:
     """By which "no plan fits", and the bound under tight memory, hold for every plan: to 1 %, for what depends on which
     layers run as one."""
-    problem = drawn(kind, seed)
+    problem, draw = drawn(kind, seed), random.Random(seed)
     problem = in_micro_batches(problem, micro_batches) if micro_batches > 1 else problem
     for plan in islice(random_plans(problem.graph, problem.cluster, random.Random(seed), Scheme.GATHER), 4):
-        for own in (plan, in_slices(plan)):
+        for own in (plan, in_slices(plan, draw, "sharded"), in_slices(plan, draw, "gathered")):
             peaks = problem.costs.peaks(own.layers)
             assert peaks is not None
             assert all(least <= 1.01 * peak for least, peak in zip(certain_bytes(problem, own), peaks, strict=True))
@@ -133,5 +159,6 @@ def test_a_pin_of_state() -> None:
     graph, cluster = wide(), cluster_preset("a100", 4)
     assert decided(graph, cluster, "2=state:sharded replicas:2").plan.sharded == ("2",)
     assert decided(graph, cluster, "*=state:replicated").plan.sharded == ()
-    with pytest.raises(PlanError, match="sharded"):
-        pins_from(["2=state:gathered"])
+    assert decided(graph, cluster, "2=state:gathered").plan.layers["2"].state == "gathered"
+    with pytest.raises(PlanError, match="gathered"):
+        pins_from(["2=state:halved"])

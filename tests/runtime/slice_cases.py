@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,16 +21,16 @@ from tests.runtime.micro_batch_cases import Rows, by_train_step
 __all__ = ["on_ranks", "sharded", "trained"]
 
 
-def sharded(rule: Rule) -> Rule:
+def sharded(rule: Rule, state: str = "sharded") -> Rule:
     """The rule, with the state of every layer in slices."""
 
     def own(layer: Layer) -> Strategy:
-        return replace(rule(layer), state="sharded")
+        return replace(rule(layer), state=state)
 
     return own
 
 
-def trained(rule: Rule, devices: int) -> Compiled:
+def trained(rule: Rule, devices: int, state: str = "sharded") -> Compiled:
     """Two accumulated backwards a step, clipped, AdamW, the first layer frozen after two steps: the plain model's
     losses, norms and weights."""
     torch.manual_seed(0)
@@ -37,7 +38,7 @@ def trained(rule: Rule, devices: int) -> Compiled:
     plain = copy.deepcopy(net)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     places = None if dist.is_initialized() else ["cpu"] * devices
-    model = Compiled(net, planner(sharded(rule), devices), devices=places)
+    model = Compiled(net, planner(sharded(rule, state), devices), devices=places)
     optimizers = [torch.optim.AdamW(own.parameters(), lr=0.01) for own in (model, plain)]
 
     def step(own: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -59,9 +60,9 @@ def trained(rule: Rule, devices: int) -> Compiled:
         torch.testing.assert_close(found[-1], wanted[-1], rtol=1e-9, atol=1e-12)
         if ranks == 1:
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
-        state = model.state_dict()
+        found_state = model.state_dict()
         for name, tensor in plain.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(found_state[name], tensor, rtol=1e-9, atol=1e-10)
     if ranks > 1:
         for name, parameter in model.module.named_parameters():
             known = optimizers[0].state[parameter]["exp_avg"]
@@ -70,12 +71,18 @@ def trained(rule: Rule, devices: int) -> Compiled:
     return model
 
 
+def cut_or_whole(layer: Layer, cut: Strategy, whole: Strategy) -> Strategy:
+    """Of layers with parameters and of others."""
+    return cut if layer.parameters else whole
+
+
 def on_ranks(rank: int, ranks: int) -> None:
     """Replicas, and replicas of shards."""
     everyone = tuple(range(ranks))
-    trained(spread(ranks, "data"), ranks)
-    if ranks == 4:
-        cut = Strategy(2, 2, "out-features", everyone)
-        trained(lambda layer: cut if layer.parameters else Strategy(4, 1, None, everyone), ranks)
-    for micro_batches in (1, 3):
-        by_train_step(sharded(spread(ranks, "data")), ranks, micro_batches, 5 * ranks)
+    for state in ("sharded", "gathered"):
+        trained(spread(ranks, "data"), ranks, state)
+        if ranks == 4:
+            whole, cut = Strategy(4, 1, None, everyone), Strategy(2, 2, "out-features", everyone)
+            trained(partial(cut_or_whole, cut=cut, whole=whole), ranks, state)
+        for micro_batches in (1, 3):
+            by_train_step(sharded(spread(ranks, "data"), state), ranks, micro_batches, 5 * ranks)

@@ -122,9 +122,9 @@ class ProfileCosts:
         reduced_s = self.transfers.all_reduce(strategy.grid, self._bucket_bytes)
         return nbytes * reduced_s / self._bucket_bytes if nbytes else 0.0
 
-    def gather(self, layer: Layer, strategy: Strategy) -> float:
+    def gather(self, layer: Layer, strategy: Strategy) -> tuple[float, float]:
         """0: a profile knows the bytes of a layer's parameters, not their shapes, so none lie in slices."""
-        return 0.0
+        return 0.0, 0.0
 
     def _samples(self, layer: Layer, strategy: Strategy, passes: int = 1) -> int:
         return ceil(self._batch / (strategy.replicas * passes)) if layer.batch is not None else self._batch

@@ -157,11 +157,14 @@ class MemoryModel:
         yield Held(0, self.moments.end, self.taken(local, layer.buffers))
         forward, back = (at(self._index[layer.name]) for at in (self.moments.forward, self.moments.backward))
         until = dict.fromkeys(self._begun(layer), back if self.micro_batches > 1 else self.begun_until())
+        again = local.strategy.state == "gathered"
         for name in slices(self.graph, layer, local.strategy):
-            yield Held(forward, back + 1, self.taken(local, [name]))  # gathered
+            for start, end in ((forward, forward + 1), (back, back + 1)) if again else ((forward, back + 1),):
+                yield Held(start, end, self.taken(local, [name]))  # gathered
             if name in until:
                 until[name] = back
-                yield Held(self.moments.in_slices(back), self.moments.end, sizes[name])
+                arrive = self.moments.in_slices(back)
+                yield Held(arrive, self.moments.end if self.micro_batches == 1 else arrive + 1, sizes[name])
         yield from self.by_ops(local, calls, self._whole, until)
 
     def _begun(self, layer: Layer) -> list[str]:

@@ -118,7 +118,9 @@ class _Step:
                 if graph.values[parameter].requires_grad:
                     back = moments.backward(self._first[self._index[users[0]]])
                     self._begun[users[0]][parameter] = back * (held > 0)
-                    self._hold(self._in_slices(back), moments.end, model.allocated(held))
+                    arrive = self._in_slices(back)
+                    # Of several micro-batches they are added to those before.
+                    self._hold(arrive, moments.end if model.micro_batches == 1 else arrive + 1, model.allocated(held))
                 continue
             shares = (used_blocks(graph, strategies, name, parameter) for name in users if len(users) > 1)
             used = [self._block_bytes(size, own) for own in shares] or [held]
@@ -179,7 +181,10 @@ class _Step:
         home = _is_home(transfer.given) and not transfer.weights
         start = moments.forward(self._made(transfer.given)) + 1 if home else read - 1
         end = moments.backward(first) + 1
-        if transfer.target in self._stops:
+        if transfer.target in self._program.freed:
+            end = moments.forward(self._last[first]) + 1
+            self._gather_again(transfer, sizes)
+        elif transfer.target in self._stops:
             end = read
         elif first == len(self._index):  # results are the caller's, who hands them to the loss
             end = read + 1
@@ -191,6 +196,15 @@ class _Step:
         if not _is_home(transfer.given):
             shared = self._spread(transfer.given.layout.grid, sizes.shared)
             self._hold(read, moments.delivery, shared * self._nbytes(transfer.given))
+
+    def _gather_again(self, transfer: Transfer, sizes: Messages) -> None:
+        """Weights that are gathered before a segment goes back: put together beside their messages, then copied to
+        where its graph holds them."""
+        moments, first = self._moments, self._reader(transfer.target)
+        begin, nbytes = moments.backward(self._last[first]), self._nbytes(transfer.wanted)
+        received = transfer.wanted.dtype.itemsize * self._spread(transfer.wanted.layout.grid, sizes.received)
+        self._hold(begin - 1, begin, nbytes + np.maximum(received, nbytes))
+        self._hold(begin, moments.backward(first) + 1, nbytes)
 
     def _move_back(self, transfer: Transfer, sizes: Messages) -> IntArray:
         """Messages from when the first reader's segment has gone back until the maker's does, from a stop at once; to

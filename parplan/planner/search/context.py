@@ -11,7 +11,7 @@ from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import Fold, fold
 from parplan.lowering.stages import stages
-from parplan.plan import Plan, Strategy
+from parplan.plan import STATES, Plan, Strategy
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.branches import foldable, homes_of
 from parplan.planner.search_space.formulation import Formulation, formulate
@@ -78,7 +78,7 @@ class Case:
         deadline: for everything that is searched.
         uneven: replicas may have parts of the batch that differ by one sample.
         fold: repeated blocks that are planned alike.
-        sharded: state may be in slices (plan.Strategy), as memory asks for it.
+        states: that layers may have (plan.Strategy), as memory asks for them.
         steps_s: seconds of steps that were asked for, by scheme and strategies.
     """
 
@@ -90,7 +90,7 @@ class Case:
     progress: Listener | None = None
     uneven: bool = False
     fold: Fold | None = None
-    sharded: bool = False
+    states: tuple[str, ...] = STATES[:1]
     steps_s: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @staticmethod
@@ -225,7 +225,7 @@ def formulated(
     phases = [tuple(branch for branch, _ in placement) for (placement,) in shape.homes]
     if alike is not None and not (alike.treated_alike(own) and foldable(phases, alike.kept) == phases):
         alike = None
-    beyond_s = far_s(graph, cluster, costs, own, alike) if shape.by_device else 0.0
+    beyond_s = far_s(graph, cluster, costs, own, alike, shape)
     formulation = formulate(graph, cluster, costs, own, shape=shape, far_s=beyond_s, fold=alike)
     return formulation, formulation.choice(plain(plan), stages(graph, plain(plan), plan.scheme).of)
 
@@ -236,7 +236,11 @@ def far_s(
     costs: CostModel,
     candidates: Mapping[str, Sequence[Strategy]],
     alike: Fold | None,
+    shape: Shape,
 ) -> float:
-    """Seconds that no step worth considering takes: twice those of every layer's first strategy, one after another."""
+    """Seconds that no step worth considering takes: twice those of every layer's first strategy, one after another; 0
+    for a shape whose options all use every device and wait for the same."""
+    if not shape.by_device and all(one.state != "gathered" for own in candidates.values() for one in own):
+        return 0.0
     alone = formulate(graph, cluster, costs, {name: own[:1] for name, own in candidates.items()}, fold=alike)
     return 2 * objective(alone.problem, [0] * len(alone.problem.nodes))

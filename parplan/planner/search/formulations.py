@@ -48,7 +48,7 @@ class Formulations:
     def __init__(self, case: Case, asked: Questions) -> None:
         self.case, self.asked = case, asked
         self.costs_s = 0.0
-        known = candidates(asked, case.graph, case.cluster, False, case.uneven, case.fold, case.sharded)
+        known = candidates(asked, case.graph, case.cluster, False, case.uneven, case.fold, case.states)
         given = [own.devices for own in case.request.plan.layers.values()] if case.request.plan is not None else []
         blocks = (one.devices for own in known.values() for one in own)
         self.lanes = followed(case.cluster, (*blocks, *given))
@@ -133,7 +133,7 @@ class Formulations:
         if not self._formulations:
             case.phase("costs")
         options: dict[str, Sequence[Strategy]] = candidates(
-            self.asked, case.graph, case.cluster, shape.anywhere, shape.uneven, case.fold, case.sharded
+            self.asked, case.graph, case.cluster, shape.anywhere, shape.uneven, case.fold, case.states
         )
         options.update(pinned.allowed)
         given = plain(case.request.plan) if case.request.plan is not None else {}
@@ -141,8 +141,8 @@ class Formulations:
             options[name] = tuple(dict.fromkeys((*options[name], strategy)))
         on_layer = case.progress.advance if case.progress is not None and not self._formulations else None
         strict = case.request.rules == "strict"
-        if not beyond_s and shape.by_device:
-            beyond_s = far_s(case.graph, case.cluster, case.costs, options, case.fold)
+        if not beyond_s:
+            beyond_s = far_s(case.graph, case.cluster, case.costs, options, case.fold, shape)
         try:
             return formulate(
                 case.graph, case.cluster, case.costs, options, shape=shape, far_s=beyond_s, strict=strict,

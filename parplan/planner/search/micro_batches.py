@@ -1,9 +1,10 @@
-"""The number of micro-batches, and sharded state: where memory leaves no plan of the whole batch, or keeps it slow.
+"""The number of micro-batches, and state in slices: where memory leaves no plan of the whole batch, or keeps it slow.
 
 More micro-batches hold fewer activations at a time and never compute faster, as each is a smaller batch. So numbers
 that divide the batch are tried upwards, doubled until a plan fits and then those between, and no further than memory
-makes a difference: until the best plan would be no faster with all the memory it wants. Then state in slices is tried
-for the whole batch.
+makes a difference: until the best plan would be no faster with all the memory it wants. Then state in slices is tried:
+weights whole from forward to backward, and gathered for each, in the whole batch and, while memory keeps plans slow, in
+micro-batches.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from parplan.errors import CaptureError, InfeasiblePlan, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import fold
 from parplan.lowering.micro_batches import equal_size
+from parplan.plan import STATES
 from parplan.planner.decision import SHARDED, MicroBatchesTried, PricedGraph
 from parplan.planner.search.context import Case, fits, plain
 from parplan.planner.search.select import ANYWHERE, Found, NothingFaster, ShapeSearch
@@ -112,7 +114,15 @@ def searched(
         if not (counts.best is not None and counts.best.held_up and counts.attempt(count)):
             break
     if counts.short:
-        counts.attempt(1, sharded=True)
+        for states in (STATES[:2], STATES):
+            counts.attempt(1, states=states)
+            if not counts.tight:
+                break
+        for count in counts.doubled[1:]:
+            if not counts.tight and count > counts.count:
+                break
+            if not counts.attempt(count, states=STATES) and counts.best is not None and count > counts.count:
+                break
     return counts.found()
 
 
@@ -129,7 +139,7 @@ class _Counts:
     ) -> None:
         request = case.request
         given = request.plan is not None or request.scheme not in ("auto", "gather")
-        given = given or not case.graph.training or any(pin.update_period or pin.state for pin in request.pins)
+        given = given or not case.graph.training or any(pin.update_period for pin in request.pins)
         self._case, self._questions = case, questions
         self._micro_batched = None if given else micro_batched
         self._searches: dict[int, ShapeSearch] = {}
@@ -158,25 +168,33 @@ class _Counts:
         """
         if self._micro_batched is None or self._case.cluster.home is not None or self._case.cluster.count == 1:
             return False
-        return self.best is None or self.count > 1 or self.best.held_up
+        return self.count > 1 or self.tight
 
-    def attempt(self, count: int, alike: bool = True, sharded: bool = False) -> bool:
+    @property
+    def tight(self) -> bool:
+        """Whether no plan was found to fit, or memory keeps the best one slow."""
+        return self.best is None or self.best.held_up
+
+    def attempt(self, count: int, alike: bool = True, states: tuple[str, ...] = STATES[:1]) -> bool:
         """Whether a plan of so many micro-batches fits and is faster than the best one.
 
         Args:
             alike: with equal blocks alike, where they may be; False: apart, where that was not tried.
-            sharded: with state in slices too.
+            states: that layers may have.
         """
+        sharded = len(states) > 1
         below_s = self.best.fastest_s if self.best is not None else inf
         try:
-            search = self._search(count, alike, sharded)
+            search = self._search(count, alike, states)
             if search is None:
                 return False
             own = Searched(search, search.best(search.asked.whole, below_s=below_s))
         except InfeasiblePlan as reason:
             self._error = reason
             fits_slower = isinstance(reason, NothingFaster)
-            self._tried[count, sharded] = MicroBatchesTried(count, None, None, fits_slower, sharded)
+            known = self._tried.get((count, sharded))
+            if known is None or not known.fits:  # else of fewer states
+                self._tried[count, sharded] = MicroBatchesTried(count, None, None, fits_slower, sharded)
             if fits_slower:
                 self._bounds_s.pop(count, None)
             return False
@@ -192,9 +210,9 @@ class _Counts:
             self._bounds_s[count] = own.found.proof.bound
         return self.best is own
 
-    def _search(self, count: int, alike: bool, sharded: bool) -> ShapeSearch | None:
+    def _search(self, count: int, alike: bool, states: tuple[str, ...]) -> ShapeSearch | None:
         """The search over the plans of so many micro-batches; None where there are none, or none more."""
-        case = replace(self._case, sharded=True, steps_s={}) if sharded else self._case
+        case = replace(self._case, states=states, steps_s={})
         if count > 1:
             assert self._micro_batched is not None
             try:

@@ -109,7 +109,7 @@ def shapes(
     }
     if Scheme.GATHER in schemes and periods <= {1}:
         yield Shape(lanes=lanes)
-    if case.costs.step.micro_batches > 1 or case.sharded:
+    if case.costs.step.micro_batches > 1 or len(case.states) > 1:
         return  # passes are parts of the batch as well, and weights are gathered once
     given = case.request.plan
     for scheme in IN_PASSES if count > 1 or given is not None else ():
@@ -237,7 +237,7 @@ def simulated_reports(
             one,
             forward_s=several * work.passes * work.cost.forward_s,
             backward_s=several * work.passes * work.cost.backward_s,
-            transfer_s=several * (moved_s.get(one.name, 0) + work.cost.gather_s),
+            transfer_s=several * (moved_s.get(one.name, 0) + work.cost.gather_s + work.cost.regather_s),
         )
         for one in facts
         for work in [found.layers[one.name]]

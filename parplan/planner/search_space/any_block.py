@@ -27,6 +27,9 @@ __all__ = ["Within", "folded"]
 HEAVY = 4
 """Layers whose devices are followed, those with the longest updates and gradient sums."""
 
+COMPUTE = ("once_s", "backward_s", "interference_s", "scatter_interference_s")
+"""Seconds of layers that branches divide among the devices."""
+
 Groups = list[NDArray[np.intp]]
 
 Within = Mapping[str, frozenset[tuple[object, ...]]] | None
@@ -55,7 +58,10 @@ def folded(
     shares = [
         np.array([options[group[0]][1] / devices for group in own]) for options, own in zip(forms, groups, strict=True)
     ]
-    small = [node.each(partial(_least, groups=group)) for node, group in zip(nodes, groups, strict=True)]
+    small = [
+        replace(node.each(partial(_least, groups=group)), regathers=node.regathers[[one[0] for one in group]])
+        for node, group in zip(nodes, groups, strict=True)
+    ]
     heavy = sorted(
         (-float((node.update_s + node.sum_s)[share < 1].max(initial=0.0)), v)
         for v, (node, share) in enumerate(zip(small, shares, strict=True))
@@ -66,7 +72,7 @@ def folded(
         full = (share == 1).astype(float)
         lanes = [share, *(np.ones_like(share) if v == other else full for other in alone)]
         part = share if v in inside else 1.0
-        own = {name: part * getattr(node, name) for name in ("once_s", "backward_s", "interference_s")}
+        own = {name: part * getattr(node, name) for name in COMPUTE}
         found.append(replace(node, **own, lanes=np.array(lanes)))
     fewer = []
     for edge in edges:

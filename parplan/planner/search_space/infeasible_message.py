@@ -16,8 +16,7 @@ __all__ = ["nearest_to_fitting", "why_not"]
 
 _REMEDIES = (
     "possible remedies: more devices, devices with more memory (--memory), a smaller --batch, --dtype bf16, or an "
-    "--optimizer with less state; weights that are gathered for every use (ZeRO-3, FSDP), sharded state in several "
-    "micro-batches and activations that are computed again are not planned yet"
+    "--optimizer with less state; activations that are computed again, and stages, are not planned yet"
 )
 
 

@@ -35,9 +35,14 @@ class Option(Choice):
     arrival_s: float
 
     @property
+    def gathers_s(self) -> float:
+        """Seconds of gathers of its weights from slices, before its forward and again before its backward."""
+        return self.cost.gather_s + self.cost.regather_s
+
+    @property
     def own_moves_s(self) -> float:
         """Seconds of moves that no edge counts: user inputs, weights from slices, batch statistics there and back."""
-        return self.arrival_s + self.cost.gather_s + 2 * self.batch_norm_sync_s
+        return self.arrival_s + self.gathers_s + 2 * self.batch_norm_sync_s
 
 
 def priced_option(
@@ -73,8 +78,9 @@ def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
     inside = in_passes if shape.passes > 1 else np.zeros_like(in_passes)
     once = 1 - inside
     forward = np.array([one.cost.gather_s + one.cost.forward_s + one.batch_norm_sync_s for one in options])
-    backward = np.array([one.cost.backward_s + one.batch_norm_sync_s for one in options])
-    interference = np.array([one.cost.compute_interference_s for one in options])
+    backward = np.array([one.cost.regather_s + one.cost.backward_s + one.batch_norm_sync_s for one in options])
+    costs, before = [one.cost for one in options], [one.cost.before_last for one in options]
+    interference = np.array([cost.compute_interference_s for cost in costs])
     arrival = np.array([one.arrival_s for one in options])
     return NodeParts(
         once_s=once * forward,
@@ -83,10 +89,14 @@ def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
         pass_forward_s=inside * forward,
         pass_backward_s=inside * backward,
         samples_in_s=inside * arrival,
-        sum_s=np.array([one.cost.overlappable_s for one in options]),
+        sum_s=np.array([cost.overlappable_s for cost in costs]),
         interference_s=interference,
-        update_s=np.array([one.cost.update_s + one.cost.post_update_s for one in options]),
+        update_s=np.array([cost.update_s + cost.post_update_s for cost in costs]),
+        scatter_s=np.array([cost.overlappable_s for cost in before]),
+        scatter_interference_s=np.array([cost.compute_interference_s for cost in before]),
+        late_scatter_s=np.array([cost.post_update_s for cost in before]),
         lanes=np.array(used),
+        regathers=np.array([float(cost.regather_s > 0) for cost in costs]),
     )
 
 

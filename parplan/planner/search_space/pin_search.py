@@ -8,7 +8,7 @@ Pins that say the same are priced together: a layer file pins every layer, and p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import Fold
 from parplan.lowering.holdings import slices
 from parplan.pins import Pin
-from parplan.plan import Strategy
+from parplan.plan import STATES, Strategy
 from parplan.planner.decision import PinPrice, Pins
 from parplan.planner.search_space.any_block import Within
 from parplan.planner.search_space.formulation import Formulation
@@ -136,12 +136,12 @@ def candidates(
     everywhere: bool,
     uneven: bool = False,
     fold: Fold | None = None,
-    sharded: bool = False,
+    states: Collection[str] = STATES[:1],
 ) -> dict[str, Sequence[Strategy]]:
     """Every strategy that some question allows, per layer, each once; with a fold, of layers that stand for others.
 
     Args:
-        sharded: with sharded state too, where that changes anything; else only where it is pinned.
+        states: of which others than "replicated" count where they change anything; else only where they are pinned.
     """
     blocks = pinned_blocks(cluster, questions.whole.pins, everywhere)
     batch = graph.batch or 1
@@ -156,12 +156,12 @@ def candidates(
     found: dict[str, Sequence[Strategy]] = {}
     for name, own in free.items():
         layer, said = graph.layers[name], [pins for pins in every if name in pins.allowed]
-        known = [*own, *(replace(one, state="sharded") for one in own if sharded)]
+        known = [replace(one, state=state) for state in states for one in own]
         known += [one for pins in said for one in pins.allowed[name]]
         pinned_state = any(pins.layers[name].state is not None for pins in said)
         found[name] = tuple(
             one for one in dict.fromkeys(known)
-            if one.state == "replicated" or pinned_state or (sharded and slices(graph, layer, one))
+            if one.state == "replicated" or pinned_state or (one.state in states and slices(graph, layer, one))
         )  # fmt: skip
     return found
 

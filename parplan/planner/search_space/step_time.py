@@ -18,10 +18,12 @@ for every device that is followed. Of M micro-batches all but the last add forwa
 
     T = M forward + (M - 1) backward + max(D_0, E_0 + updates)
 
-where D_i counts in E_i on the devices that layer i uses only. A device also sends
-back the gradients of what it read before it updates. E_i is also at least the backward of the device's own layers down
-to i, and T at least all of it: that never sets T, but bounds it well where options are mixed, of which D_i then counts
-too little.
+but for sums to slices, which are part of every one: (M - 1) max(D_0, E_0) then, of those sums alone. Weights that are
+gathered again wait for the sums behind them, on the same links: D_i-1 = max(D_i, E_i) + gather + backward.
+
+D_i counts in E_i on the devices that layer i uses only. A device also sends back the gradients of what it read before
+it updates. E_i is also at least the backward of the device's own layers down to i, and T at least all of it: that never
+sets T, but bounds it well where options are mixed, of which D_i then counts too little.
 
 A layer that stands for the equal layers of many repeated blocks (graph/repeated.py) counts as often, and no gradient
 sum waits for its D_i: over the blocks in between, D_i and E_i change by the same each, so the most is that of the first
@@ -64,6 +66,8 @@ class NodeParts:
         sum_s: the gradient sum, as far as it runs beside the backward.
         interference_s: what gradient sums take from the backward, which has it.
         update_s: the optimizer's update and the part of the sum after it.
+        scatter_s, scatter_interference_s, late_scatter_s: of sums to slices, which all micro-batches take: the same.
+        regathers: 1 where weights are gathered again for the backward, else 0.
         lanes: whether an option uses each lane, shape (lanes, options).
         beside: of layers of branches, whether each lane's time has an option: its own, and what runs one after another.
         order: of layers of branches, per option all lanes by how much its placement gives them to do, the most first.
@@ -78,13 +82,17 @@ class NodeParts:
     sum_s: FloatArray
     interference_s: FloatArray
     update_s: FloatArray
+    scatter_s: FloatArray
+    scatter_interference_s: FloatArray
+    late_scatter_s: FloatArray
     lanes: FloatArray
+    regathers: FloatArray
     beside: FloatArray | None = None
     order: NDArray[np.intp] | None = None
 
     def each(self, change: Callable[[FloatArray], FloatArray]) -> NodeParts:
         """The same with all seconds changed."""
-        names = (own.name for own in fields(self) if own.name not in ("lanes", "beside", "order"))
+        names = (own.name for own in fields(self) if own.name.endswith("_s"))
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
         return replace(self, **changed)
 
@@ -95,13 +103,20 @@ class NodeParts:
     @staticmethod
     def alone(once_s: FloatArray, lanes: int) -> NodeParts:
         """Parts of a decision that is no layer: what counts once, on no device."""
-        zero = np.zeros_like(once_s)
-        return NodeParts(once_s, zero, zero, zero, zero, zero, zero, zero, zero, np.zeros((lanes, len(once_s))))
+        none: dict[str, Any] = {own.name: np.zeros_like(once_s) for own in fields(NodeParts) if own.name.endswith("_s")}
+        zero = {**none, "regathers": np.zeros_like(once_s), "lanes": np.zeros((lanes, len(once_s)))}
+        return NodeParts(**{**zero, "once_s": once_s})
 
     @property
-    def again_s(self) -> FloatArray:
-        """Compute of one more micro-batch, whose gradients are not summed over devices."""
-        return self.once_s + self.backward_s - self.interference_s
+    def before_last(self) -> NodeParts:
+        """Parts in a micro-batch behind which others come."""
+        return replace(
+            self,
+            backward_s=self.backward_s - self.interference_s + self.scatter_interference_s,
+            sum_s=self.scatter_s,
+            interference_s=self.scatter_interference_s,
+            update_s=self.late_scatter_s,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,8 +194,8 @@ def node_totals(parts: StepParts, v: int) -> FloatArray:
     arrivals included."""
     own, passes, more = parts.nodes[v], parts.shape.passes, parts.micro_batches - 1
     inside = own.pass_forward_s + own.pass_backward_s + own.samples_in_s
-    once = own.once_s + own.arrival_s + own.backward_s + own.update_s
-    return once + more * (own.again_s + own.arrival_s) + passes * inside
+    once, again = (one.once_s + one.arrival_s + one.backward_s + one.update_s for one in (own, own.before_last))
+    return once + more * again + passes * inside
 
 
 def edge_totals(parts: StepParts, edge: EdgeParts) -> FloatArray:
@@ -215,13 +230,16 @@ def assembled(parts: StepParts) -> tuple[list[FloatArray], list[FloatArray], tup
     shape = parts.shape
     again, more = (shape.passes - 1) * (1 - parts.hidden), parts.micro_batches - 1
     in_phase = {v for phase in parts.phases for branch in phase for v in branch}
+    sliced = (one for own in parts.nodes for one in (own.scatter_s, own.late_scatter_s, own.regathers))
+    in_slices = more > 0 and any(one.any() for one in sliced)
     nodes, edges = [], []
     for v, own in enumerate(parts.nodes):
         once, rest = own.once_s + own.pass_forward_s, own.arrival_s + (1 + again) * own.samples_in_s
-        rest = rest + (0.0 if shape.by_device else own.update_s) + more * own.arrival_s
-        nodes.append(rest if v in in_phase else once + more * own.again_s + rest)
+        rest = rest + (0.0 if shape.by_device else own.update_s + more * own.late_scatter_s) + more * own.arrival_s
+        back = 0.0 if in_slices else own.before_last.backward_s
+        nodes.append(rest if v in in_phase else once + more * (own.once_s + back) + rest)
     for part in parts.edges:
-        once = (1 + more) * part.once[0] + more * part.once[1]
+        once = (1 + more) * part.once[0] + (0.0 if in_slices else more * part.once[1])
         cost = part.allowed if part.counted_at in in_phase else part.allowed + once
         cost = cost + part.within[0] if part.within is not None else cost
         for moved in (part.inwards, part.outwards):
@@ -229,16 +247,18 @@ def assembled(parts: StepParts) -> tuple[list[FloatArray], list[FloatArray], tup
         # The gradients of results come before any backward.
         edges.append(cost + part.outwards[1] if part.outwards is not None else cost)
     maxima: list[Maximum] = []
+    before = replace(parts, nodes=[own.before_last for own in parts.nodes]) if more else parts
     for phase in parts.phases:
         maxima.append(Maximum("forward of branches", tuple(_phase_rows(parts, phase, False)), 1.0 + more))
-        if more:
-            alone = [replace(own, backward_s=own.backward_s - own.interference_s) for own in parts.nodes]
-            rows = _phase_rows(replace(parts, nodes=alone), phase, True)
+        if more and not in_slices:
+            rows = _phase_rows(before, phase, True)
             maxima.append(Maximum("backward of branches in micro-batches before", tuple(rows), float(more)))
     if shape.passes > 1:
         for backward in (False, True):
             name = "backward in passes" if backward else "forward in passes"
             maxima.append(Maximum(name, _pass_rows(parts, backward), shape.passes - 1.0))
+    if in_slices:
+        _Backward(before, maxima).build("backward in micro-batches before", float(more))
     _Backward(parts, maxima).build()
     return nodes, edges, tuple(maxima)
 
@@ -341,8 +361,8 @@ class _Backward:
         self.ends: list[int | None] = [None] * len(parts.nodes[0].lanes)
         self.busy = [_Sum() for _ in self.ends]  # what each lane has gone back itself
 
-    def build(self) -> None:
-        """List the maxima, the last of them with weight 1."""
+    def build(self, name: str = "backward", weight: float = 1.0) -> None:
+        """List the maxima, the last of them with a weight."""
         phase_of = {v: phase for phase in self.parts.phases for branch in phase for v in branch}
         done, gone = _Sum(), set[int]()
         for v in range(self.parts.layers - 1, -1, -1):
@@ -366,7 +386,7 @@ class _Backward:
                     for v, own_parts in enumerate(self.parts.nodes if self.by_device else ()):
                         row.node(v, own_parts.lanes[place] * own_parts.update_s)
                     rows.append(row.row())
-        self.maxima.append(Maximum("backward", tuple(rows), 1.0))
+        self.maxima.append(Maximum(name, tuple(rows), weight))
 
     def add(self, name: str, *rows: Row) -> int:
         """A maximum for later ones to use; gives its place."""
@@ -381,6 +401,13 @@ class _Backward:
         """
         own, counted = self.parts.nodes[v], _counted(self.parts, v, lane)
         places = [(place, end) for place, end in enumerate(self.ends) if lane is None or place == lane]
+        if own.regathers.any():
+            rows = [done.row()]
+            for place, end in places:
+                if end is not None:
+                    beyond = -self.far_s * (1 - own.regathers * (own.lanes[place] == 1))
+                    rows.append(Row({v: beyond}, maxima={end: 1.0}))
+            done = _Sum(maxima={self.add(f"gathers before the backward of {v}", *rows): 1.0})
         done.node(v, counted * (own.backward_s + own.pass_backward_s))
         if self.by_device or own.sum_s.any():
             before = self.add(f"backward of {v}", done.row())
@@ -395,11 +422,13 @@ class _Backward:
                         here = self.add(f"{OWN} of {v}", busy.row())
                         self.busy[place] = _Sum(maxima={here: 1.0})
                         rows.append(Row({v: used * own.sum_s}, maxima={here: 1.0}))
-                starts = () if v in self.parts.between else ((before, self.far_s),)
-                for earlier, far in (*starts, (end, 0.0)):
+                # A layer that stands for several, each of which the next gather waits for, is as one of their length.
+                late = own.regathers if v in self.parts.between else 1.0
+                starts = ((before, late * (used == 1)),) if np.any(late) else ()
+                for earlier, counts in (*starts, (end, 1.0)):
                     if earlier is not None and (used.any() or earlier == end):
                         row = _Sum(maxima={earlier: 1.0})
-                        row.node(v, used * own.sum_s - far * (used < 1))
+                        row.node(v, used * own.sum_s - self.far_s * (1.0 - counts))
                         rows.append(row.row())
                 if rows and (used.any() or self.by_device):
                     self.ends[place] = self.add(f"gradient sums of {v}", *rows)
@@ -409,9 +438,8 @@ class _Backward:
             for moved in (edge.within, edge.inwards):
                 if moved is not None:
                     done.edge(e, moved[1])
-        if (
-            self.by_device and done.edges and v not in self.parts.between
-        ):  # a device updates when it has sent these, too
+        # A device updates when it has sent these, too.
+        if self.by_device and done.edges and v not in self.parts.between:
             for place, _ in places:
                 for e, edge in ((e, self.parts.edges[e]) for e in self.into[v]):
                     self.busy[place].edge(e, self.parts.nodes[edge.target].lanes[place] * edge.once[1])

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from parplan.errors import PlanError, RuleError
-from parplan.fields import counted
 from parplan.graph.axes.table import unknown_ops
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import why_whole
@@ -45,11 +44,10 @@ def check(plan: Plan, graph: LayerGraph) -> None:
         )
     check_micro_batches(plan, graph)
     batch, passes = plan.micro_batch, stages(graph, plan.layers, plan.scheme).passes
-    if plan.sharded and (passes > 1 or plan.micro_batches > 1):
+    if plan.sharded and passes > 1:
         raise PlanError(
-            f"{plan.sharded[0]}: sharded state is for steps in one pass and one micro-batch, and the plan has "
-            f'{counted(passes, "pass")} and {plan.micro_batches}; give its layers state "replicated", or use scheme '
-            '"gather" and one micro-batch'
+            f"{plan.sharded[0]}: {plan.layers[plan.sharded[0]].state} state is for steps in one pass, and the plan has "
+            f'{passes}; give its layers state "replicated", or use scheme "gather"'
         )
     for name, strategy in plan.layers.items():
         layer = graph.layers[name]

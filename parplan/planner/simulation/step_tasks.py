@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from parplan.cost_models.communication.traffic import traffic
-from parplan.lowering.program import Code, Compute, Reduce, Split, Staged, Step, Transfer
+from parplan.lowering.program import Code, Compute, Reduce, Regather, Split, Staged, Step, Transfer
 from parplan.planner.simulation.list_schedule import Task
 from parplan.planner.simulation.priced_program import Busy, LayerWork, Move, PricedProgram
 
@@ -139,8 +139,8 @@ class _StepTasks:
         self._of_pass: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # compute of every pass
         self._crossed: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # transfers over the boundary for it
 
-    def all(self, last: bool = True) -> tuple[Part, ...]:
-        """All tasks of a step, or of one of its micro-batches: the last one sums gradients and updates."""
+    def all(self) -> tuple[Part, ...]:
+        """All tasks of a step, or of one of its micro-batches."""
         priced, staged = self.priced, self.priced.program.staged
         between = any(layer.passes > 1 and layer.period < layer.passes for layer in priced.layers.values())
         one_f_one_b = between if priced.policy.one_f_one_b is None else priced.policy.one_f_one_b
@@ -149,9 +149,9 @@ class _StepTasks:
         else:
             self.walk(priced.program.forward, Kind.FORWARD)
             self.begun = self.gate(range(len(self.found)))  # the loss needs all results, and gradients need the loss
-            self.walk(priced.program.backward, Kind.BACKWARD, None if last else frozenset())
-        if last:
-            self.update(list(priced.layers.values()))
+            self.walk(priced.program.backward, Kind.BACKWARD)
+        if layers := [own for own in priced.layers.values() if own.cost.update_s or own.cost.post_update_s]:
+            self.update(layers)
         for device, held in enumerate(self._held):
             self.add(Kind.OVERHEAD, "", priced.overhead_s, _lane(Lane.COMPUTE, (device,)), held, None, (device,))
         return tuple(self.found)
@@ -209,8 +209,8 @@ class _StepTasks:
         ahead = kind is Kind.FORWARD
         slots = self._values if ahead else self._gradients
         for step in steps:
-            if isinstance(step, Reduce):
-                continue  # with the layers whose gradients they are
+            if isinstance(step, Reduce | Regather):
+                continue  # with the layers whose gradients, or weights, they are
             if isinstance(step, Compute):
                 ends = step.reads, [result.slot for result in step.results]
                 reads, writes = ends if ahead else reversed(ends)
@@ -243,12 +243,17 @@ class _StepTasks:
         for name in step.layers if kind is Kind.FORWARD else reversed(step.layers):
             layer = self.priced.layers[name]
             cost = layer.cost
-            seconds = cost.gather_s + cost.forward_s if kind is Kind.FORWARD else cost.backward_s
+            gather_s, seconds = cost.gather_s, cost.forward_s
+            if kind is Kind.BACKWARD:
+                gather_s, seconds = cost.regather_s, cost.backward_s
             for device in devices:
                 tasks: Iterable[int] = (own[device],) if device in own else after[device]
                 if number is not None:  # in the program's order, as a stream serves them
                     tasks = (*tasks, *self._computed.get(device, ()))
                 lanes = _lane(Lane.COMPUTE, (device,))
+                if gather_s > 0:  # by the same links as sums, behind them
+                    links = _lane(Lane.SUMS, (device,))
+                    tasks = (self.add(Kind.TRANSFER, name, gather_s, (*lanes, *links), tasks, number, (device,)),)
                 own[device] = self.add(kind, name, seconds, lanes, tasks, number, (device,))
             if kind is Kind.BACKWARD and (number in (None, 0) if due is None else name in due):
                 self.sum(layer, own, number)
@@ -309,10 +314,6 @@ class _StepTasks:
         return found
 
 
-def step_parts(priced: PricedProgram, last: bool = True) -> tuple[Part, ...]:
-    """Everything there is to do in one training step, in the order of the program.
-
-    Args:
-        last: False: in a micro-batch behind which others come.
-    """
-    return _StepTasks(priced).all(last)
+def step_parts(priced: PricedProgram) -> tuple[Part, ...]:
+    """Everything there is to do in one training step or micro-batch, in the order of the program."""
+    return _StepTasks(priced).all()

@@ -153,7 +153,8 @@ def simulate(
     last, count = Timeline(parts, schedule(parts), program.devices), costs.step.micro_batches
     if count == 1:
         return last
-    parts = step_parts(work, last=False)
+    before = {name: replace(layer, cost=layer.cost.before_last) for name, layer in work.layers.items()}
+    parts = step_parts(replace(work, layers=before))
     return _one_after_another([Timeline(parts, schedule(parts), program.devices)] * (count - 1) + [last])
 
 

@@ -123,7 +123,7 @@ def claim(decision: Decision) -> str:
     if several and ANY_BLOCK in proof.covered:
         compared.append("plans in passes were compared on the first devices alone")
     if several and not proof.given:
-        states = "in one micro-batch alone" if SHARDED in proof.covered else "not at all"
+        states = "in doubled numbers of micro-batches alone" if SHARDED in proof.covered else "not at all"
         also = states if compared else f"were compared {states}" if SHARDED in proof.covered else "were not compared"
         compared.append(f"plans with sharded state {also}")
     aside = f"; {', and '.join(compared)}" if compared else ""

@@ -1,4 +1,5 @@
-"""The services that run one program on the devices of this process: parameters, generated code, transport, threads."""
+"""The services that run one program on the devices of this process: parameters, generated code, transport, threads, and
+the parts of values that are here."""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ from torch import Tensor
 
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid
-from parplan.lowering.program import Compute, Program
+from parplan.lowering.program import Compute, Program, Transfer
 from parplan.runtime.execution.buffer_sync import BufferBroadcast
 from parplan.runtime.execution.dispatch import Dispatch, Inline
 from parplan.runtime.execution.module_hooks import HookCalls
-from parplan.runtime.execution.parameter_store import Store
+from parplan.runtime.execution.parameter_store import Store, memory
 from parplan.runtime.execution.random_state import OwnDraws, SeededOps, draws_any
 from parplan.runtime.execution.segment_cache import SegmentCache, written_buffers
-from parplan.runtime.execution.timeline import Recorder
+from parplan.runtime.execution.timeline import Recorder, Span
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
-from parplan.runtime.transport.base import Transport
+from parplan.runtime.transport.base import Held, Pending, Transport
 
-__all__ = ["Executor", "memory"]
+__all__ = ["Executor", "SlotParts"]
 
 
 class Executor:
@@ -192,6 +193,46 @@ class Executor:
                     self.store.write_back(state, device)
 
 
-def memory(tensor: Tensor) -> int:
-    """The address of a tensor's storage: the same for views of one another."""
-    return tensor.untyped_storage().data_ptr()
+class SlotParts:
+    """The parts of every slot that are in this process, and those that are on their way to it."""
+
+    def __init__(self, transport: Transport, recorder: Recorder) -> None:
+        self._transport = transport
+        self._recorder = recorder
+        self._parts: dict[str, Held] = defaultdict(dict)
+        self._coming: dict[str, list[tuple[Pending, Span]]] = defaultdict(list)  # waiting is recorded under the span
+
+    def add(self, slot: str, device: int, tensor: Tensor) -> None:
+        """Put a part, or add to it; never in place, as it may be shared."""
+        with self._transport.on(device):
+            self.put(slot, device, tensor)
+
+    def put(self, slot: str, device: int, tensor: Tensor) -> None:
+        """The same on the current stream."""
+        known = self._parts[slot].get(device)
+        self._parts[slot][device] = tensor if known is None else known + tensor
+
+    def start(self, transfer: Transfer, tensors: Held, backward: bool = False) -> None:
+        """Start a transfer, or that of its gradient, whose results are added to the slot it fills when that is read."""
+        slot, exchange = (transfer.source, transfer.transposed) if backward else (transfer.target, transfer.exchange)
+        span = self._recorder.moving(transfer, backward)
+        with span:
+            self._coming[slot].append((self._transport.start(exchange, tensors), span))
+
+    def get(self, slot: str) -> Held:
+        """The parts of a slot, after those on their way have arrived."""
+        for pending, span in self._coming.pop(slot, ()):
+            with span:
+                arrived = pending.wait()
+            for device, tensor in arrived.items():
+                self.add(slot, device, tensor)
+        return self._parts[slot]
+
+    def drop(self, slot: str) -> None:
+        """Forget a slot."""
+        self._parts.pop(slot, None)
+
+    def settle(self) -> None:
+        """Wait for everything that is on its way."""
+        for slot in list(self._coming):
+            self.get(slot)

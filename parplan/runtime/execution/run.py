@@ -6,7 +6,7 @@ program's backward steps one by one, and asks autograd only for the gradients of
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -18,60 +18,14 @@ from parplan.errors import RuntimeFailure
 from parplan.graph.user_line import failing_layer
 from parplan.layout import whole_block
 from parplan.lowering.passes import put, take
-from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Slot, Split, State, Step, Transfer
+from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Regather, Slot, Split, State, Step, Transfer
 from parplan.runtime.compat import keeps_graph
-from parplan.runtime.execution.executor import Executor, memory
+from parplan.runtime.execution.executor import Executor, SlotParts
 from parplan.runtime.execution.gradients import Gradients
-from parplan.runtime.execution.timeline import Recorder, Span
+from parplan.runtime.execution.parameter_store import FreedWeights, memory
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
-from parplan.runtime.transport.base import Held, Pending, Transport
 
-__all__ = ["Run", "SlotParts"]
-
-
-class SlotParts:
-    """The parts of every slot that are in this process, and those that are on their way to it."""
-
-    def __init__(self, transport: Transport, recorder: Recorder) -> None:
-        self._transport = transport
-        self._recorder = recorder
-        self._parts: dict[str, Held] = defaultdict(dict)
-        self._coming: dict[str, list[tuple[Pending, Span]]] = defaultdict(list)  # waiting is recorded under the span
-
-    def add(self, slot: str, device: int, tensor: Tensor) -> None:
-        """Put a part, or add to it; never in place, as it may be shared."""
-        with self._transport.on(device):
-            self.put(slot, device, tensor)
-
-    def put(self, slot: str, device: int, tensor: Tensor) -> None:
-        """The same on the current stream."""
-        known = self._parts[slot].get(device)
-        self._parts[slot][device] = tensor if known is None else known + tensor
-
-    def start(self, transfer: Transfer, tensors: Held, backward: bool = False) -> None:
-        """Start a transfer, or that of its gradient, whose results are added to the slot it fills when that is read."""
-        slot, exchange = (transfer.source, transfer.transposed) if backward else (transfer.target, transfer.exchange)
-        span = self._recorder.moving(transfer, backward)
-        with span:
-            self._coming[slot].append((self._transport.start(exchange, tensors), span))
-
-    def get(self, slot: str) -> Held:
-        """The parts of a slot, after those on their way have arrived."""
-        for pending, span in self._coming.pop(slot, ()):
-            with span:
-                arrived = pending.wait()
-            for device, tensor in arrived.items():
-                self.add(slot, device, tensor)
-        return self._parts[slot]
-
-    def drop(self, slot: str) -> None:
-        """Forget a slot."""
-        self._parts.pop(slot, None)
-
-    def settle(self) -> None:
-        """Wait for everything that is on its way."""
-        for slot in list(self._coming):
-            self.get(slot)
+__all__ = ["Run"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +70,7 @@ class Run:
         self._reached: Set[str] | None = None  # slots that have a gradient in some process; None: all
         self._touched: set[str] = set()  # parameters that this process has a gradient of
         self._to_slices: list[str] = []  # parameters whose gradients are on their way to slices
+        self._freed = FreedWeights(executor.store, self._transport, self._recorder)
         self._kept = kept
         self._micro_batch = executor.seeded.micro_batch = micro_batch
         self._random_state = executor.own_draws()
@@ -151,6 +106,7 @@ class Run:
         for name, tensor in zip(self.inputs, tensors, strict=True):
             device = self._arrival(self._program.slots[name])
             parts.put(name, device, tensor.detach().to(self._transport.physical(device)))
+        self._freed.begin(self._program.freed.values())
         for name in self._program.slices:
             for device in self._executor.owned(self._program.slots[name].devices):
                 parts.put(name, device, self._executor.store.slice(name, device))
@@ -179,6 +135,7 @@ class Run:
             executor.seeded.micro_batch = self._micro_batch if step.pass_number is None else step.pass_number
             executor.each(step, partial(self._compute, step, parts=parts, record=record))
             executor.done(step)
+            self._free_weights(step)
         for slot in executor.last_reads[id(step)]:
             if slot not in self._kept:
                 parts.drop(slot)
@@ -333,7 +290,7 @@ class Run:
             return None
         reached = {name for name, one in zip(wanted, used, strict=True) if one}
         for step in self._program.backward:
-            if isinstance(step, Reduce):
+            if isinstance(step, Reduce | Regather):
                 continue
             if isinstance(step, Compute):
                 targets = [result.slot for result in step.results]
@@ -367,8 +324,14 @@ class Run:
                 grads.drop(step.target)
             elif isinstance(step, Reduce):
                 sums.launch(step.bucket)
+            elif isinstance(step, Regather):
+                if self._reached is None or step.transfer.target in self._reached:
+                    self._freed.gather(step.transfer)
             else:
+                for device in self._executor.owned(step.grid.devices):
+                    self._freed.refill(device, self._weights(step, device))
                 self._executor.each(step, partial(self._through_layers, step, grads=grads, sums=sums), backward=True)
+                self._free_weights(step)
                 for result in step.results:
                     grads.drop(result.slot)
                 self._take_slices(grads, sums)  # of the step before, which were on their way beside this one
@@ -382,6 +345,17 @@ class Run:
         if self._to_slices:
             self._transport.free_sent()
         self._to_slices = []
+
+    def _weights(self, step: Compute, device: int) -> dict[str, Tensor]:
+        """Weights in the graph of a step that are gathered again for its backward, by slot."""
+        recorded = self._recorded.get((id(step), device)) if self._program.freed else None
+        operands = zip(step.operands, recorded.inputs, strict=False) if recorded is not None else ()
+        return {operand.slot: tensor for operand, tensor in operands if operand.slot in self._program.freed}
+
+    def _free_weights(self, step: Compute) -> None:
+        for device in self._executor.owned(step.grid.devices):
+            if weights := self._weights(step, device):
+                self._freed.free(device, weights.values(), self._recorded[id(step), device].results)
 
     def _send_back(self, step: Transfer, grads: SlotParts) -> None:
         target = self._program.slots[step.target]

@@ -20,9 +20,9 @@ from torch import Tensor
 from parplan.errors import RuntimeFailure
 from parplan.lowering.micro_batches import Combination, How
 from parplan.lowering.program import Staged
-from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.executor import Executor, SlotParts
 from parplan.runtime.execution.gradients import Gradients
-from parplan.runtime.execution.run import Run, SlotParts
+from parplan.runtime.execution.run import Run
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 
 __all__ = [
