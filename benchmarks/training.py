@@ -203,7 +203,7 @@ def pins(plan: str, module: nn.Module, free: Sequence[str] = ()) -> list[str] | 
     Args:
         plan: "replicas": two of every layer; "shards": two of every layer with weights; "mixed": replicas of the first
             half of the layers with weights, shards of the rest; "slices": two replicas of every layer, their state in
-            slices; "solver": nothing is decided by hand.
+            slices, of every second one gathered twice; "solver": nothing is decided by hand.
         free: names of layers that are left to the solver in any case.
     """
     names = [name or "*" for name, layer in module.named_modules() if isinstance(layer, WITH_WEIGHTS)]
@@ -211,8 +211,9 @@ def pins(plan: str, module: nn.Module, free: Sequence[str] = ()) -> list[str] | 
     half = {"replicas": len(names), "shards": 0, "mixed": len(names) // 2, "slices": len(names)}.get(plan)
     if half is None or not names:
         return None
-    state = " state:sharded" if plan == "slices" else ""
-    return [f"{name}={'replicas' if number < half else 'shards'}:2{state}" for number, name in enumerate(names)]
+    states = (" state:sharded", " state:gathered") if plan == "slices" else ("", "")
+    ways = ("replicas" if number < half else "shards" for number in range(len(names)))
+    return [f"{name}={way}:2{states[number % 2]}" for number, (name, way) in enumerate(zip(names, ways, strict=True))]
 
 
 def compare(found: Run, wanted: Run, tolerance: float = TOLERANCE, of_states: float = 0.0) -> list[str]:

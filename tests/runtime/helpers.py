@@ -79,7 +79,7 @@ def compiled(module: nn.Module, rule: Rule | Mapping[str, Strategy], devices: in
 
 
 def random_strategies(graph: LayerGraph, devices: int, draw: random.Random) -> dict[str, Strategy]:
-    """A legal strategy for every layer, on random devices in random order; half of the layers have sharded state."""
+    """A legal strategy for every layer, on random devices in random order, its state in any way."""
     found = {name: draw.choice(_options(layer, devices, draw)) for name, layer in graph.layers.items()}
     half = random.Random(f"{found}")  # beside `draw`, whose numbers decide cases that are known
     return {name: replace(own, state=half.choice(STATES)) for name, own in found.items()}

@@ -173,7 +173,7 @@ class StepParts:
         phases: branches that may run at the same time, each of nodes in forward order.
         layers: nodes that are layers or the delivery; those behind decide for others.
         far_s: seconds that no step worth considering takes: what takes a layer's backward out of the rows of devices
-            that it does not use. T is exact below it.
+            that it does not use, and sums out of those of gathers that it does not have. T is exact below it.
         between: nodes that stand for the layers of repeated blocks between the first and the last.
         micro_batches: of a step; the seconds are of one of them.
     """
