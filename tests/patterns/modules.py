@@ -78,7 +78,6 @@ def outer_hooks(run: Run) -> None:
     refused={
         "ranks/shards": "cannot be cut over processes",
         "ranks/mixed": "cannot be cut over processes",
-        "ranks/slices": "cannot be cut over processes",
     },
     why="it holds a weight computed before the first call; use `parametrizations.weight_norm`",
     free=("0",),

@@ -22,7 +22,8 @@ class Pattern:
     Attributes:
         name: of its script; its tests are called so.
         title: what users do, for the page.
-        refused: words of the refusal, by cells ("ranks/shards", "ranks/*"); the other cells are right.
+        refused: words of the refusal, by cells ("ranks/shards", "ranks/*"); the other cells are right, and
+            those with no words.
         why: the refusal's reason and what to do instead, for the page.
         free: modules that plans leave to the solver, as they cannot be cut, or are not called.
         tolerance: relative; above rounding of float64 where the pattern computes in less.
@@ -39,7 +40,7 @@ class Pattern:
 
     def words(self, cell: str) -> str | None:
         """Words of the refusal that is expected; None where the numbers have to be right."""
-        return first_match(self.refused, cell)
+        return first_match(self.refused, cell) or None
 
     def trouble(self, cell: str, outcome: Outcome) -> str | None:
         """Why an outcome is not what is expected; None where it is."""

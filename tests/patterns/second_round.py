@@ -352,6 +352,7 @@ def _sizes(run: Run, model: Any, *sizes: int) -> None:
     "a buffer that counts samples in place (`self.seen += x.shape[0]`)",
     refused={
         "ranks/replicas": "does not compute what the module computes",
+        "ranks/slices": "",
         "ranks/solver": "does not compute what the module computes",
     },
     why="each process counts its own samples",
@@ -375,6 +376,7 @@ def counted_samples(run: Run) -> None:
     "a buffer that counts elements in place (`self.seen.add_(h.numel())`)",
     refused={
         "ranks/replicas": "does not compute what the module computes",
+        "ranks/slices": "",
         "ranks/solver": "does not compute what the module computes",
     },
     why="each process counts its own samples",

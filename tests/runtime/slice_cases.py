@@ -6,19 +6,26 @@ import copy
 from dataclasses import replace
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from examples.gpt2 import GPT2, Sizes
+from parplan.api import analyze
+from parplan.cost_models.devices.local_devices import this_cluster
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer
-from parplan.plan import Strategy
+from parplan.plan import STATES, Strategy
+from parplan.runtime.measurement.peak_memory import step_peak
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor
 from tests.runtime.helpers import Rule, planner, spread
 from tests.runtime.micro_batch_cases import Rows, by_train_step
 
-__all__ = ["on_ranks", "sharded", "trained"]
+__all__ = ["decoder_in_less_memory", "on_ranks", "sharded", "trained"]
 
 
 def sharded(rule: Rule, state: str = "sharded") -> Rule:
@@ -86,3 +93,57 @@ def on_ranks(rank: int, ranks: int) -> None:
             trained(partial(cut_or_whole, cut=cut, whole=whole), ranks, state)
         for micro_batches in (1, 3):
             by_train_step(sharded(spread(ranks, "data"), state), ranks, micro_batches, 5 * ranks)
+
+
+# ---- a model that does not fit ---------------------------------------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    """A small GPT-2 with its loss inside, on [sentences, 17] tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = GPT2(Sizes(layers=1, width=64, heads=2, tokens=64, positions=16)).double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.cross_entropy(self.net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def decoder_in_less_memory(rank: int, ranks: int) -> None:
+    """Replicas need 2.5 times the memory there is: a plan with layers of every state in micro-batches is chosen, takes
+    what is predicted, and trains as the plain model does."""
+    torch.manual_seed(0)
+    net, samples = Decoder(), 16 * ranks
+    plain = copy.deepcopy(net)
+    batches = [torch.randint(64, (samples, 17)) for _ in range(5)]
+    graph, cluster = capture(net, (batches[0],)), this_cluster(ranks, torch.device("cpu"))
+    replicas = {n: spread(ranks, "data")(layer) for n, layer in graph.layers.items()}
+    limit_bytes = int(max(RooflineCosts(graph, cluster).peaks(replicas)) / 2.5)
+    analysis = analyze(
+        net, batches[0], cluster=cluster.with_memory(limit_bytes), micro_batches=8,
+        pins=[f"net.*=replicas:{ranks}"],
+    )  # fmt: skip
+    assert {own.state for own in analysis.plan.layers.values()} == set(STATES)
+    model = Compiled(net, lambda _: analysis.plan)
+    optimizers = [torch.optim.AdamW(own.parameters(), lr=0.01) for own in (model, plain)]
+
+    def step(own: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, norms: list[Tensor]) -> None:
+        optimizer.zero_grad()
+        own(tokens).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(own.parameters(), 0.5).detach())
+        optimizer.step()
+
+    peaks = []
+    for tokens in batches:
+        part = tokens.tensor_split(ranks)[rank].clone()
+        norms = list[Tensor]()
+        held = [*net.parameters(), *(t for s in optimizers[0].state.values() for t in s.values()), part]
+        optimizers[0].zero_grad()
+        peaks.append(step_peak(partial(step, model, optimizers[0], part, norms), held).peak_bytes)
+        step(plain, optimizers[1], tokens, norms)
+        torch.testing.assert_close(*norms, rtol=1e-9, atol=1e-12)
+        state = model.state_dict()
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-10)
+    predicted_bytes = analysis.prediction.memory_bytes[rank]
+    assert max(peaks[1:]) == pytest.approx(predicted_bytes, rel=0.1)

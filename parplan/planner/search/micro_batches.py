@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from parplan.errors import CaptureError, InfeasiblePlan, PlanError
+from parplan.errors import CaptureError, InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import fold
 from parplan.lowering.micro_batches import equal_size
@@ -142,6 +142,8 @@ class _Counts:
         given = given or not case.graph.training or any(pin.update_period for pin in request.pins)
         self._case, self._questions = case, questions
         self._micro_batched = None if given else micro_batched
+        self._whole = case.costs.step.micro_batches  # counted as one: more where so many are asked for
+        self._any_state = not given and case.cluster.home is None and case.cluster.count > 1
         self._searches: dict[int, ShapeSearch] = {}
         self._nearest: Searched | None = None  # the plan of the whole batch that lacks least
         self._error: InfeasiblePlan | None = None
@@ -158,7 +160,7 @@ class _Counts:
     @property
     def count(self) -> int:
         """Micro-batches of the best plan."""
-        return 1 if self.best is None else self.best.found.plan.micro_batches
+        return 1 if self.best is None else self.best.found.plan.micro_batches // self._whole
 
     @property
     def short(self) -> bool:
@@ -166,9 +168,7 @@ class _Counts:
 
         One process keeps the weights of all its devices whole, and their optimizer's state.
         """
-        if self._micro_batched is None or self._case.cluster.home is not None or self._case.cluster.count == 1:
-            return False
-        return self.count > 1 or self.tight
+        return self._any_state and (self.count > 1 or self.tight)
 
     @property
     def tight(self) -> bool:
@@ -182,7 +182,7 @@ class _Counts:
             alike: with equal blocks alike, where they may be; False: apart, where that was not tried.
             states: that layers may have.
         """
-        sharded = len(states) > 1
+        sharded, several = len(states) > 1, count * self._whole
         below_s = self.best.fastest_s if self.best is not None else inf
         try:
             search = self._search(count, alike, states)
@@ -194,12 +194,12 @@ class _Counts:
             fits_slower = isinstance(reason, NothingFaster)
             known = self._tried.get((count, sharded))
             if known is None or not known.fits:  # else of fewer states
-                self._tried[count, sharded] = MicroBatchesTried(count, None, None, fits_slower, sharded)
+                self._tried[count, sharded] = MicroBatchesTried(several, None, None, fits_slower, sharded)
             if fits_slower:
                 self._bounds_s.pop(count, None)
             return False
         step_s, memory_bytes = own.found.proof.objective, max(_peaks(own))
-        self._tried[count, sharded] = MicroBatchesTried(count, step_s, memory_bytes, own.fits, sharded)
+        self._tried[count, sharded] = MicroBatchesTried(several, step_s, memory_bytes, own.fits, sharded)
         if own.fits and own.fastest_s < below_s:
             self.best = own
         elif count == 1:
@@ -218,7 +218,8 @@ class _Counts:
             try:
                 equal_size(case.graph, count)
                 own = self._micro_batched(count)
-            except (CaptureError, PlanError) as reason:
+                self._questions(own.graph)  # replicas that are pinned need as many samples
+            except (CaptureError, PinError, PlanError) as reason:
                 self.why = str(reason).partition(";")[0]
                 return None
             blocks = fold(own.graph) if case.fold is not None else None

@@ -28,6 +28,9 @@ MOST = 1e6
 FARTHEST = 4.0
 """The highest price of a limit's largest amount, in best known T."""
 
+PIVOTS = 20_000
+"""Iterations after which a program is given up: it takes hundreds, but GLOP may walk in circles for ever."""
+
 CONVERGED = 1e-3
 """The share of the gap between best bound and best choice that better prices could still close when the search ends."""
 
@@ -43,7 +46,8 @@ class Master:
 
         self.relaxation, self.unit, table = relaxation, unit, relaxation.table
         self.solver = pywraplp.Solver.CreateSolver("GLOP")
-        self.solver.SetSolverSpecificParametersAsString("use_scaling: false")  # seconds count in units of about 1
+        # Seconds count in units of about 1.
+        self.solver.SetSolverSpecificParametersAsString(f"use_scaling: false max_number_of_iterations: {PIVOTS}")
         infinity = self.solver.infinity()
         self.bound = self.solver.NumVar(-infinity, infinity, "")
         # Every variable has bounds, or GLOP takes some of these programs for unbounded ones.

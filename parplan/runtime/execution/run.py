@@ -19,7 +19,7 @@ from parplan.graph.user_line import failing_layer
 from parplan.layout import whole_block
 from parplan.lowering.passes import put, take
 from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Regather, Slot, Split, State, Step, Transfer
-from parplan.runtime.compat import keeps_graph
+from parplan.runtime.compat import in_backward, keeps_graph
 from parplan.runtime.execution.executor import Executor, SlotParts
 from parplan.runtime.execution.gradients import Gradients
 from parplan.runtime.execution.parameter_store import FreedWeights, memory
@@ -70,6 +70,7 @@ class Run:
         self._reached: Set[str] | None = None  # slots that have a gradient in some process; None: all
         self._touched: set[str] = set()  # parameters that this process has a gradient of
         self._to_slices: list[str] = []  # parameters whose gradients are on their way to slices
+        self._again = in_backward()
         self._freed = FreedWeights(executor.store, self._transport, self._recorder)
         self._kept = kept
         self._micro_batch = executor.seeded.micro_batch = micro_batch
@@ -347,8 +348,9 @@ class Run:
         self._to_slices = []
 
     def _weights(self, step: Compute, device: int) -> dict[str, Tensor]:
-        """Weights in the graph of a step that are gathered again for its backward, by slot."""
-        recorded = self._recorded.get((id(step), device)) if self._program.freed else None
+        """Weights in the graph of a step that are gathered again for its backward, by slot; not of a forward that a
+        checkpoint runs again, whose tensors the graphs of the first one take."""
+        recorded = self._recorded.get((id(step), device)) if self._program.freed and not self._again else None
         operands = zip(step.operands, recorded.inputs, strict=False) if recorded is not None else ()
         return {operand.slot: tensor for operand, tensor in operands if operand.slot in self._program.freed}
 

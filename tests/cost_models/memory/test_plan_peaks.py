@@ -51,6 +51,8 @@ def test_one_device(name: str, optimizer: str) -> None:
         ("convnet, batch norm", "data-parallel", "sgd"),
         ("mlp, deep", "sharded", "momentum"),
         ("alexnet-like", "hybrid", "adam"),
+        ("transformer, wide", "sharded state", "adam"),
+        ("mlp, wide", "gathered state", "adam"),
         ("tied words", "sharded", "adam"),  # both cut the table, each along its own axis: it stays whole
         ("tied words", "hybrid", "momentum"),
     ],
