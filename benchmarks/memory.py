@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
     print(HEAD)
-    found = {devices: measure(devices, args.only) for devices in args.devices}
+    found = {devices: measure(devices, args.only) for devices in args.devices if cases(devices, args.only)}
     for figures in found.values():
         print(*map(_line, figures), sep="\n")
     for devices, figures in found.items():

@@ -139,8 +139,7 @@ def formulate(
     Args:
         candidates: legal strategies per layer.
         shape: scheme, passes, and devices that are followed one by one.
-        far_s: seconds that no step worth considering takes, where devices are followed, or layers may have gathered
-            state (step_time.StepParts).
+        far_s: seconds that no step worth considering takes, where devices are followed or weights gathered again.
         strict: forbid what R2 to R4 and R7 forbid, instead of pricing the transfer; without a fold.
         fold: repeated blocks to plan alike; layers for which others stand need no candidates.
         on_layer: told (done, total) while costs are computed.
@@ -148,7 +147,6 @@ def formulate(
 
     Raises:
         InfeasibleShape: some layer has no option in a plan of this shape.
-        ValueError: `far_s` is missing.
     """
     kept = fold.kept if fold is not None else {name: name for name in graph.layers}
     names = tuple(dict.fromkeys(kept.values()))
@@ -174,8 +172,7 @@ def formulate(
         options = [tuple(own[k] for k in some) for own, some in zip(options, least, strict=False)]
     edges += _ties(fold, place, options) if fold is not None else []
     edges += _reuse_ties(fold, graph, place, reused, own_parts, shape) if fold is not None else []
-    if not far_s and any(0 < own.regathers.mean() < 1 for own in own_parts):
-        raise ValueError("far_s is 0, and some options of a layer gather weights again: give seconds of a long step")
+    _check_far(far_s, own_parts)
     hidden = min(1.0, max(0.0, costs.step.overlap))
     parts = StepParts(own_parts, edges, shape, hidden, phases, far_s, len(names) + 1, between, costs.step.micro_batches)
     # The devices that are followed hold at least as much as any other of their kind.
@@ -204,6 +201,12 @@ def formulate(
     return Formulation(
         problem, (*names, DELIVERY), tuple(options), parts, fold, () if shape.average else tuple(reused.values())
     )
+
+
+def _check_far(far_s: float, nodes: Sequence[NodeParts]) -> None:
+    """Refuse a problem whose T would have every option wait for what only those of gathered state wait for."""
+    if not far_s and any(0 < own.regathers.mean() < 1 for own in nodes):
+        raise ValueError("far_s is 0, and some options of a layer gather weights again: give seconds of a long step")
 
 
 def _choices(
