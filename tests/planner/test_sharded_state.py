@@ -13,12 +13,14 @@ from torch import nn
 
 from benchmarks.proof_cases import KINDS, Problem, drawn
 from benchmarks.proof_plans import objective_s, simulated_s
+from examples.gpt2 import GPT2, Sizes
 from parplan.cluster import Cluster
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import PlanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import fold
 from parplan.lowering.holdings import slices
 from parplan.pins import pins_from
 from parplan.plan import STATES, Plan, Scheme, Strategy
@@ -27,6 +29,7 @@ from parplan.planner.decision import SHARDED, Decision
 from parplan.planner.request import PlanRequest
 from parplan.planner.search.context import formulated
 from parplan.planner.simulation.timeline import Kind, simulate
+from parplan.planner.solver.problem import objective
 from tests.planner.random_plans import random_plans
 from tests.planner.test_micro_batches import SERIAL, in_micro_batches, priced
 from tests.report.golden import printed
@@ -52,6 +55,30 @@ def test_t_is_the_simulated_step(kind: str, micro_batches: int, seed: int) -> No
             sliced = in_slices(plan, draw, *states)
             own = objective_s(sliced, problem) / simulated_s(sliced, problem)
             assert own == pytest.approx(1.0, rel=1e-9) if kind in SERIAL else abs(own - 1) <= abs(other - 1) + 0.01
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_t_of_equal_blocks_is_the_simulated_step(micro_batches: int) -> None:
+    """Folded where all matrices of a block are gathered again, or none; else layer by layer."""
+    net = GPT2(Sizes(layers=12, width=64, heads=2, tokens=100, positions=32))
+    graph, cluster = capture(net, (torch.zeros(16, 32, dtype=torch.long),)), cluster_preset("v100-pcie", 4)
+    alike, costs = fold(graph), RooflineCosts(graph, cluster, micro_batches=micro_batches)
+    assert alike is not None
+    everyone, draw, seen = (0, 1, 2, 3), random.Random(0), set[bool]()
+    for states in (("gathered",), *[STATES] * 6, STATES[:2]):
+        drawn_states = {name: draw.choice(states) for name in graph.layers}
+        layers = {
+            name: Strategy(4, 1, None, everyone, state=drawn_states[alike.first.get(name, name)])
+            if layer.batch is not None
+            else Strategy()
+            for name, layer in graph.layers.items()
+        }
+        plan = Plan(graph.model, graph.fingerprint, 16, 4, layers)
+        formulation, choice = formulated(plan, graph, cluster, costs)
+        seen.add(formulation.fold is None)
+        step_s = simulate(graph, cluster, costs, plan).step_s
+        assert objective(formulation.problem, choice) == pytest.approx(step_s, rel=1e-9)
+    assert seen == {False, True}
 
 
 @pytest.mark.parametrize("kind", SERIAL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic as now_s
 
@@ -20,8 +20,8 @@ from parplan.planner.simulation.timeline import Timeline, simulate
 from parplan.planner.solver.problem import Solution, objective
 
 __all__ = [
-    "EXACT", "SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "is_simulated", "needs_simulation",
-    "plain", "shape_of", "simulated_step",
+    "EXACT", "SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "gathered_together", "is_simulated",
+    "needs_simulation", "plain", "shape_of", "simulated_step",
 ]  # fmt: skip
 
 
@@ -157,7 +157,23 @@ def is_simulated(plan: Plan, graph: LayerGraph, cluster: Cluster) -> bool:
     """
     alike = fold(graph)
     equal = alike is not None and alike.treated_alike({name: (own,) for name, own in plan.layers.items()})
+    equal = equal and alike is not None and gathered_together(graph, alike, gathered(plan))
     return cluster.count <= SIMULATED and not (equal and not needs_simulation(plan, graph))
+
+
+def gathered(plan: Plan) -> set[str]:
+    """The layers of gathered state."""
+    return {name for name, own in plan.layers.items() if own.state == "gathered"}
+
+
+def gathered_together(graph: LayerGraph, alike: Fold, gathered: Collection[str]) -> bool:
+    """Whether all layers with matrices of a repeated block gather their weights again, or none: for others T of folded
+    blocks is not exact (formulation.py)."""
+    names, able = list(graph.layers), set[str]()
+    for name, layer in graph.layers.items():
+        able |= {name} if any(len(graph.values[parameter].shape) > 1 for parameter in layer.parameters) else set()
+    blocks = (able.intersection(names[own.begin : own.begin + own.period]) for own in alike.blocks)
+    return all(block.issubset(gathered) or block.isdisjoint(gathered) for block in blocks)
 
 
 def needs_simulation(plan: Plan, graph: LayerGraph) -> bool:
@@ -224,6 +240,8 @@ def formulated(
     alike, shape = fold(graph), shape_of(plan, graph, cluster)
     phases = [tuple(branch for branch, _ in placement) for (placement,) in shape.homes]
     if alike is not None and not (alike.treated_alike(own) and foldable(phases, alike.kept) == phases):
+        alike = None
+    if alike is not None and not gathered_together(graph, alike, gathered(plan)):
         alike = None
     beyond_s = far_s(graph, cluster, costs, own, alike, shape)
     formulation = formulate(graph, cluster, costs, own, shape=shape, far_s=beyond_s, fold=alike)

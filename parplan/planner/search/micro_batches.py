@@ -20,7 +20,7 @@ from parplan.graph.repeated import fold
 from parplan.lowering.micro_batches import equal_size
 from parplan.plan import STATES
 from parplan.planner.decision import SHARDED, MicroBatchesTried, PricedGraph
-from parplan.planner.search.context import Case, fits, plain
+from parplan.planner.search.context import Case, fits, gathered_together, plain
 from parplan.planner.search.select import ANYWHERE, Found, NothingFaster, ShapeSearch
 from parplan.planner.search_space.pin_search import Questions, masked
 from parplan.planner.search_space.rules import divisors
@@ -228,6 +228,9 @@ class _Counts:
         pins = self._questions(case.graph)
         said = [by for pinned in (pins.whole, *pins.parts.values()) for by in (pinned.allowed, pinned.periods)]
         if case.fold is not None and not all(map(case.fold.treated_alike, said)):
+            case = replace(case, fold=None)
+        gathered = {name for name, pin in pins.whole.layers.items() if pin.state == STATES[-1]}
+        if case.fold is not None and gathered and not gathered_together(case.graph, case.fold, gathered):
             case = replace(case, fold=None)
         if alike:
             self._searches[count] = ShapeSearch(case, pins)

@@ -191,7 +191,7 @@ def formulate(
         limits=tuple(float(cluster.devices[lane].memory_bytes) for lane in lanes),
         linear=(
             *role_rows(graph, names, layers, options, shape),
-            *(_strict_rules(graph, names, options) if strict else ()),
+            *(_strict_rules(graph, names, options) if strict else _gathered_together(fold, graph, place, own_parts)),
         ),
         resource_names=tuple(
             f"device {lane}{f' ({cluster.devices[lane].kind})' if cluster.mixed else ''}" for lane in lanes
@@ -339,6 +339,22 @@ def _ties(fold: Fold, place: Mapping[str, int], options: Sequence[Sequence[Optio
             zero = np.zeros_like(same)
             ties.append(EdgeParts(*ends, same, (zero, zero)))
     return ties
+
+
+def _gathered_together(
+    fold: Fold | None, graph: LayerGraph, place: Mapping[str, int], nodes: Sequence[NodeParts]
+) -> list[Linear]:
+    """Rows by which all layers of a repeated block gather weights again, or none: T of many blocks is exact for those.
+
+    In a mixture the sums of one block are beside some layers of the next one, and T counts the layers one by one.
+    """
+    rows, names = [], list(graph.layers)
+    for own in fold.blocks if fold is not None else ():
+        inside = [place[name] for name in names[own.begin : own.begin + own.period]]
+        for one, other in pairwise(v for v in inside if nodes[v].regathers.any()):
+            name = f"{names[own.begin]} and the layers behind it gather weights again, or none of them does"
+            rows.append(Linear(name, {one: nodes[one].regathers, other: -nodes[other].regathers}, 0.0, 0.0))
+    return rows
 
 
 def _reuse_ties(
