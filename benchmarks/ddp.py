@@ -87,6 +87,9 @@ def by_fully_shard(net: nn.Module, freed: bool = False) -> nn.Module:
     return net
 
 
+FREED = partial(by_fully_shard, freed=True)
+
+
 def hybrid(layer: Layer, devices: int) -> Strategy:
     """Convolutions on every process, fully-connected layers in slices, one on each."""
     axis = CUTS.get(layer.name, "features" if layer.name in BETWEEN else None)
@@ -130,18 +133,8 @@ CASES = (
     Case("alexnet", "hybrid, 4 parts", AlexNet, hybrid, 16, 224, 1000, 1, micro_batches=4),
     Case("mlp", "sharded state", mlp, in_slices("sharded"), 64, 16, 10, 5, rival=by_fully_shard),
     Case("alexnet", "sharded state", AlexNet, in_slices("sharded"), 8, 224, 1000, 1, rival=by_fully_shard),
-    Case("mlp", "gathered state", mlp, in_slices("gathered"), 64, 16, 10, 5, rival=partial(by_fully_shard, freed=True)),
-    Case(
-        "alexnet",
-        "gathered state",
-        AlexNet,
-        in_slices("gathered"),
-        8,
-        224,
-        1000,
-        1,
-        rival=partial(by_fully_shard, freed=True),
-    ),
+    Case("mlp", "gathered state", mlp, in_slices("gathered"), 64, 16, 10, 5, rival=FREED),
+    Case("alexnet", "gathered state", AlexNet, in_slices("gathered"), 8, 224, 1000, 1, rival=FREED),
     Case(
         "alexnet",
         "gathered state, 4 parts",
@@ -152,7 +145,7 @@ CASES = (
         1000,
         1,
         micro_batches=4,
-        rival=partial(by_fully_shard, freed=True),
+        rival=FREED,
     ),
 )
 

@@ -154,8 +154,7 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
         gathered = slices(graph, graph.layers[name], option.strategy)
         sizes = {value: graph.values[value].nbytes for value in gathered}
         for value, nbytes in sizes.items():
-            gathered_s = layer.cost.gather_s + layer.cost.regather_s
-            transfers[value] = BothTimes(gathered_s * nbytes / sum(sizes.values()))
+            transfers[value] = BothTimes(layer.cost.gathers_s * nbytes / sum(sizes.values()))
             readers[value].append(name)
     expected = Expected(
         layers=times,
@@ -172,7 +171,7 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
     for one in layer_reports(graph, formulation, [0] * len(formulation.problem.nodes), plan):
         both, inputs = times[one.name].times, graph.layers[one.name].inputs
         moved_s = sum(transfers[value].total_s for value in inputs if value in transfers)
-        moved_s += 2 * options[one.name].batch_norm_sync_s + options[one.name].gathers_s
+        moved_s += 2 * options[one.name].batch_norm_sync_s + options[one.name].cost.gathers_s
         layers.append(replace(one, forward_s=both.forward_s, backward_s=both.backward_s, transfer_s=moved_s))
     return PlanPrediction(tuple(layers), step, expected)
 

@@ -76,6 +76,11 @@ class LayerCharges(LayerCost):
         return max(0.0, self.reduce_s - self.post_update_s - self.compute_interference_s)
 
     @property
+    def gathers_s(self) -> float:
+        """Both gathers of its weights."""
+        return self.gather_s + self.regather_s
+
+    @property
     def before_last(self) -> LayerCharges:
         """Those in a micro-batch behind which others come: sums to slices alone, and no update."""
         part = self.scatter_s / self.reduce_s if self.reduce_s else 0.0

@@ -156,14 +156,14 @@ def is_simulated(plan: Plan, graph: LayerGraph, cluster: Cluster) -> bool:
         PlanError: the plan's scheme asks for passes that cannot be.
     """
     alike = fold(graph)
-    equal = alike is not None and alike.treated_alike({name: (own,) for name, own in plan.layers.items()})
-    equal = equal and alike is not None and gathered_together(graph, alike, gathered(plan))
+    equal = alike is not None and _alike(plan, graph, alike)
     return cluster.count <= SIMULATED and not (equal and not needs_simulation(plan, graph))
 
 
-def gathered(plan: Plan) -> set[str]:
-    """The layers of gathered state."""
-    return {name for name, own in plan.layers.items() if own.state == "gathered"}
+def _alike(plan: Plan, graph: LayerGraph, alike: Fold) -> bool:
+    """Whether a plan treats equal blocks alike, and T of them folded is exact."""
+    gathered = {name for name, own in plan.layers.items() if own.state == "gathered"}
+    return alike.treated_alike(plain(plan)) and gathered_together(graph, alike, gathered)
 
 
 def gathered_together(graph: LayerGraph, alike: Fold, gathered: Collection[str]) -> bool:
@@ -239,9 +239,7 @@ def formulated(
     own = {name: (strategy,) for name, strategy in plain(plan).items()}
     alike, shape = fold(graph), shape_of(plan, graph, cluster)
     phases = [tuple(branch for branch, _ in placement) for (placement,) in shape.homes]
-    if alike is not None and not (alike.treated_alike(own) and foldable(phases, alike.kept) == phases):
-        alike = None
-    if alike is not None and not gathered_together(graph, alike, gathered(plan)):
+    if alike is not None and not (_alike(plan, graph, alike) and foldable(phases, alike.kept) == phases):
         alike = None
     beyond_s = far_s(graph, cluster, costs, own, alike, shape)
     formulation = formulate(graph, cluster, costs, own, shape=shape, far_s=beyond_s, fold=alike)

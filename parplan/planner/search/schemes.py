@@ -237,7 +237,7 @@ def simulated_reports(
             one,
             forward_s=several * work.passes * work.cost.forward_s,
             backward_s=several * work.passes * work.cost.backward_s,
-            transfer_s=several * (moved_s.get(one.name, 0) + work.cost.gather_s + work.cost.regather_s),
+            transfer_s=several * (moved_s.get(one.name, 0) + work.cost.gathers_s),
         )
         for one in facts
         for work in [found.layers[one.name]]

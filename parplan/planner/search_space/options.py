@@ -35,14 +35,9 @@ class Option(Choice):
     arrival_s: float
 
     @property
-    def gathers_s(self) -> float:
-        """Seconds of gathers of its weights from slices, before its forward and again before its backward."""
-        return self.cost.gather_s + self.cost.regather_s
-
-    @property
     def own_moves_s(self) -> float:
         """Seconds of moves that no edge counts: user inputs, weights from slices, batch statistics there and back."""
-        return self.arrival_s + self.gathers_s + 2 * self.batch_norm_sync_s
+        return self.arrival_s + self.cost.gathers_s + 2 * self.batch_norm_sync_s
 
 
 def priced_option(

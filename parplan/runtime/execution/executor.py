@@ -5,25 +5,27 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid
 from parplan.lowering.program import Compute, Program, Transfer
+from parplan.runtime.compat import writes
 from parplan.runtime.execution.buffer_sync import BufferBroadcast
 from parplan.runtime.execution.dispatch import Dispatch, Inline
 from parplan.runtime.execution.module_hooks import HookCalls
-from parplan.runtime.execution.parameter_store import Store, memory
+from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.execution.random_state import OwnDraws, SeededOps, draws_any
 from parplan.runtime.execution.segment_cache import SegmentCache, written_buffers
 from parplan.runtime.execution.timeline import Recorder, Span
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Held, Pending, Transport
 
-__all__ = ["Executor", "SlotParts"]
+__all__ = ["Executor", "FreedWeights", "SlotParts", "memory"]
 
 
 class Executor:
@@ -236,3 +238,60 @@ class SlotParts:
         """Wait for everything that is on its way."""
         for slot in list(self._coming):
             self.get(slot)
+
+
+class FreedWeights:
+    """Gathered weights of one call that are freed behind their forward, in the tensors that autograd's graphs hold, and
+    gathered again into those for the backward.
+
+    Args:
+        store: whose slices they are gathered from.
+        transport: moves them.
+        recorder: told of it.
+    """
+
+    def __init__(self, store: Store, transport: Transport, recorder: Recorder) -> None:
+        self._store, self._transport = store, transport
+        self._parts = SlotParts(transport, recorder)
+        self._writes: dict[str, int] = {}  # of the parameters, when the forward began
+
+    def begin(self, parameters: Iterable[str]) -> None:
+        """A forward begins; of the parameters whose weights will be gathered again."""
+        self._writes = {name: writes(self._store.original(name)) for name in parameters}
+
+    def free(self, device: int, weights: Iterable[Tensor], results: Iterable[Tensor]) -> None:
+        """Free the memory of weights, but not what results of their step are views of."""
+        shown = {memory(tensor) for tensor in results}
+        with self._transport.on(device):
+            for tensor in weights:
+                if memory(tensor) not in shown:
+                    tensor.untyped_storage().resize_(0)
+
+    def gather(self, transfer: Transfer) -> None:
+        """Start to gather weights for their backward.
+
+        Raises:
+            RuntimeFailure: they were written since the forward.
+        """
+        name, given = transfer.given.value, transfer.given
+        if writes(self._store.original(name)) != self._writes[name]:
+            raise RuntimeFailure(
+                f"{self._store.label(name)} was written between a forward and its backward, for which its weights are "
+                'gathered again; call backward before the optimizer steps, or plan its layer with state "sharded"'
+            )
+        owned = [device for device in given.devices if device in self._transport.owned]
+        self._parts.drop(transfer.target)  # of a backward before, where a step did not go back on some device
+        self._parts.start(transfer, {device: self._store.slice(name, device) for device in owned})
+
+    def refill(self, device: int, weights: Mapping[str, Tensor]) -> None:
+        """Put gathered weights into a graph's tensors, by slot."""
+        for slot, tensor in weights.items():
+            if tensor.untyped_storage().size() == 0 and (found := self._parts.get(slot).pop(device, None)) is not None:
+                with self._transport.on(device):
+                    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+                    tensor.data.copy_(found)  # a write that autograd need not know of: the same values
+
+
+def memory(tensor: Tensor) -> int:
+    """The address of a tensor's storage: the same for views of one another."""
+    return tensor.untyped_storage().data_ptr()

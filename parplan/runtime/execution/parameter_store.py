@@ -9,7 +9,7 @@ torchrun each process's module holds just what its rank needs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -19,14 +19,13 @@ from torch.autograd.graph import increment_version
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Block, Ranges, located, region_of, shape_of, whole_block
-from parplan.lowering.program import Program, State, Transfer
-from parplan.runtime.compat import Version, version, writes
-from parplan.runtime.execution.timeline import Recorder, Span
+from parplan.lowering.program import Program, State
+from parplan.runtime.compat import Version, version
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, local_tensor
-from parplan.runtime.transport.base import Pending, Transport, block, block_values
+from parplan.runtime.transport.base import Transport, block, block_values
 from parplan.runtime.transport.streams import sent
 
-__all__ = ["Copies", "FreedWeights", "Store", "memory"]
+__all__ = ["Copies", "Store"]
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -264,71 +263,6 @@ class Store:
         """The extent, in the module's own tensor, of the block that `device` holds of a parameter."""
         held = self._holdings[name][device]
         return whole_block(self.shapes[name][device]) if self._sharded else held
-
-
-class FreedWeights:
-    """Gathered weights of one call that are freed behind their forward, in the tensors that autograd's graphs hold, and
-    gathered again into those for the backward.
-
-    Args:
-        store: whose slices they are gathered from.
-        transport: moves them.
-        recorder: told of it.
-    """
-
-    def __init__(self, store: Store, transport: Transport, recorder: Recorder) -> None:
-        self._store, self._transport, self._recorder = store, transport, recorder
-        self._writes: dict[str, int] = {}  # of the parameters, when the forward began
-        self._coming: dict[str, tuple[Pending, Span]] = {}
-
-    def begin(self, parameters: Iterable[str]) -> None:
-        """A forward begins; of the parameters whose weights will be gathered again."""
-        self._writes = {name: writes(self._store.original(name)) for name in parameters}
-
-    def free(self, device: int, weights: Iterable[Tensor], results: Iterable[Tensor]) -> None:
-        """Free the memory of weights, but not what results of their step are views of."""
-        shown = {memory(tensor) for tensor in results}
-        with self._transport.on(device):
-            for tensor in weights:
-                if memory(tensor) not in shown:
-                    tensor.untyped_storage().resize_(0)
-
-    def gather(self, transfer: Transfer) -> None:
-        """Start to gather weights for their backward.
-
-        Raises:
-            RuntimeFailure: they were written since the forward.
-        """
-        name, given = transfer.given.value, transfer.given
-        if writes(self._store.original(name)) != self._writes[name]:
-            raise RuntimeFailure(
-                f"{self._store.label(name)} was written between a forward and its backward, for which its weights are "
-                'gathered again; call backward before the optimizer steps, or plan its layer with state "sharded"'
-            )
-        owned = [device for device in given.devices if device in self._transport.owned]
-        span = self._recorder.moving(transfer, False)
-        with span:
-            slices = {device: self._store.slice(name, device) for device in owned}
-            self._coming[transfer.target] = self._transport.start(transfer.exchange, slices), span
-
-    def refill(self, device: int, weights: Mapping[str, Tensor]) -> None:
-        """Put gathered weights into a graph's tensors, by slot."""
-        for slot, tensor in weights.items():
-            if slot in self._coming and tensor.untyped_storage().size() == 0:
-                pending, span = self._coming[slot]
-                with span:
-                    parts = pending.wait()
-                found = parts.pop(device)
-                if not parts:
-                    del pending, self._coming[slot]  # what was received goes with it
-                with self._transport.on(device):
-                    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-                    tensor.data.copy_(found)  # a write that autograd need not know of: the same values
-
-
-def memory(tensor: Tensor) -> int:
-    """The address of a tensor's storage: the same for views of one another."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def _checksum(tensor: Tensor) -> Tensor:

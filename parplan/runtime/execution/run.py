@@ -20,9 +20,8 @@ from parplan.layout import whole_block
 from parplan.lowering.passes import put, take
 from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Regather, Slot, Split, State, Step, Transfer
 from parplan.runtime.compat import in_backward, keeps_graph
-from parplan.runtime.execution.executor import Executor, SlotParts
+from parplan.runtime.execution.executor import Executor, FreedWeights, SlotParts, memory
 from parplan.runtime.execution.gradients import Gradients
-from parplan.runtime.execution.parameter_store import FreedWeights, memory
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 
 __all__ = ["Run"]
