@@ -86,7 +86,9 @@ def test_no_plan_named_lacks_more_than_data_parallelism() -> None:
     from parplan.graph.capture.capture import capture
 
     graph, cluster = capture(resnet50.build(), resnet50.example_inputs()), cluster_preset("k20", 5)
-    with pytest.raises(InfeasiblePlan, match=r"needs 6\.\d+ GiB on a device, which has 4\.7 GiB and lacks 1\.\d+ GiB"):
+    # The search's own nearest plan, or in less time one by hand: neither lacks more.
+    nearest = r"needs 6\.\d+ GiB on (a device|device 0), which has 4\.7 GiB and lacks 1\.\d+ GiB"
+    with pytest.raises(InfeasiblePlan, match=nearest):
         decide(
             graph,
             cluster,
