@@ -19,7 +19,7 @@ from typing import Any
 
 from parplan.errors import PinError
 from parplan.fields import Field, choice, count, parse_toml, read_fields, read_file, text
-from parplan.plan import STATES
+from parplan.plan import SAVED, STATES
 
 __all__ = ["WORDS", "Pin", "PinsLike", "parse_pin", "pins_from", "pins_from_toml", "read_pins"]
 
@@ -36,6 +36,7 @@ class Pin:
         devices: logical devices, replica by replica, the shards of a replica side by side.
         update_period: passes between updates of the weights.
         state: "replicated", "sharded" or "gathered" (plan.Strategy).
+        saved: "keep" or "replay".
         origin: where it was given, for messages ("--pin", a file's name).
     """
 
@@ -46,6 +47,7 @@ class Pin:
     devices: tuple[int, ...] | None = None
     update_period: int | None = None
     state: str | None = None
+    saved: str | None = None
     origin: str = "pins"
 
     def matches(self, layer: str) -> bool:
@@ -67,6 +69,7 @@ class Pin:
             "gpu": None if self.devices is None else ",".join(map(str, self.devices)),
             "update": self.update_period,
             "state": self.state,
+            "saved": self.saved,
         }
         return " ".join(f"{word}:{value}" for word, value in found.items() if value is not None)
 
@@ -174,6 +177,7 @@ def _pin(pattern: Any, words: Any, origin: str, where: str) -> Pin:
         devices=read.get("gpu"),
         update_period=read.get("update"),
         state=read.get("state"),
+        saved=read.get("saved"),
         origin=origin,
     )
 
@@ -223,5 +227,6 @@ _FIELDS = (
     Field("gpu", "numbers of logical devices, such as gpu:0,1", _read_devices, required=False),
     _counted("update"),
     choice("state", STATES).optional(),
+    choice("saved", SAVED).optional(),
 )
 WORDS = tuple(field.name for field in _FIELDS)

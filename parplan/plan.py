@@ -33,11 +33,12 @@ from parplan.fields import (
 if TYPE_CHECKING:
     from parplan.layout import Grid
 
-__all__ = ["LISTED_DEVICES", "SCHEMA", "STATES", "Plan", "Scheme", "Strategy"]
+__all__ = ["LISTED_DEVICES", "SAVED", "SCHEMA", "STATES", "Plan", "Scheme", "Strategy"]
 
 SCHEMA = "parplan.plan/1"
 RULES = ("default", "strict")
 STATES = ("replicated", "sharded", "gathered")
+SAVED = ("keep", "replay")
 
 LISTED_DEVICES = 8
 """Up to so many devices a strategy's text lists each; either way, "0-3" or [0, 1, 2, 3], is read."""
@@ -56,7 +57,7 @@ class Scheme(Enum):
 
 
 # Fields of a strategy that its words tell, or that stand beside them in a report; any other is told by its name.
-_DESCRIBED = frozenset({"replicas", "shards", "axis", "devices", "update_period", "state"})
+_DESCRIBED = frozenset({"replicas", "shards", "axis", "devices", "update_period", "state", "saved"})
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Strategy:
             in slices over those devices, of which the weights are gathered for each forward and kept for its backward
             (ZeRO's second stage); "gathered", the same with weights freed behind the forward and gathered again for the
             backward (its third).
+        saved: of what the backward needs of the forward: "keep", it is kept; "replay", it is dropped behind the forward
+            and made again before the backward of the layer's unit (activation checkpointing; graph/repeated.py: units).
     """
 
     replicas: int = 1
@@ -81,6 +84,7 @@ class Strategy:
     devices: tuple[int, ...] = (0,)
     update_period: int | None = None
     state: str = "replicated"
+    saved: str = "keep"
 
     @cached_property
     def grid(self) -> Grid:
@@ -119,7 +123,8 @@ class Strategy:
         shards = f"{self.shards} shards of {self.axis}" if self.shards > 1 else ""
         more = [f"{one.name} {getattr(self, one.name)}" for one in fields(self) if one.name not in _DESCRIBED]
         state = [] if self.state == "replicated" else [f"{self.state} state"]
-        return ", ".join([" x ".join(part for part in (replicas, shards) if part) or alone, *state, *more])
+        again = [] if self.saved == "keep" else ["replayed"]
+        return ", ".join([" x ".join(part for part in (replicas, shards) if part) or alone, *state, *again, *more])
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,11 @@ class Plan:
     def sharded(self) -> tuple[str, ...]:
         """The layers whose state is in slices."""
         return tuple(name for name, own in self.layers.items() if own.state != "replicated")
+
+    @property
+    def replayed(self) -> tuple[str, ...]:
+        """The layers that run forward again for their backward."""
+        return tuple(name for name, own in self.layers.items() if own.saved == "replay")
 
     @property
     def micro_batch(self) -> int:
@@ -243,7 +253,7 @@ def _to_dict(strategy: Strategy) -> dict[str, Any]:
     found = {one.name: getattr(strategy, one.name) for one in fields(strategy)}
     if len(strategy.devices) > LISTED_DEVICES:
         found["devices"] = ranges(strategy.devices)
-    left_out = {"update_period": None, "state": "replicated"}
+    left_out = {"update_period": None, "state": "replicated", "saved": "keep"}
     return {name: value for name, value in found.items() if name not in left_out or value != left_out[name]}
 
 
@@ -268,4 +278,5 @@ _STRATEGY = (
     numbers("devices", "logical device numbers, from 0 on"),
     count("update_period").optional(),
     choice("state", STATES).optional(),
+    choice("saved", SAVED).optional(),
 )

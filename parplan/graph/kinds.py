@@ -7,11 +7,20 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import fx
 
 from parplan.compat import schema_of
 
-__all__ = ["SPLIT_OFF", "is_batch_reduction", "is_loss_op", "is_split_off", "kind_of", "op_name"]
+__all__ = [
+    "SPLIT_OFF",
+    "is_batch_reduction",
+    "is_loss_op",
+    "is_split_off",
+    "kind_of",
+    "op_name",
+    "writes_statistics",
+]
 
 # Meta entry of an op that was taken off another one (graph/capture/batch_reductions.py).
 SPLIT_OFF = "parplan_split_off"
@@ -98,3 +107,11 @@ def _rank(op: str) -> int:
 
     found = (rank for rank, (kind, words) in enumerate(_WORDS) if any(named(kind, word) for word in words.split()))
     return next(found, len(_WORDS) - 1)
+
+
+def writes_statistics(node: fx.Node) -> bool:
+    """Whether an op writes running statistics, its fourth and fifth argument: the sixth says so."""
+    return node.target in _NORMS and bool(node.args[5])
+
+
+_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)

@@ -1,4 +1,5 @@
-"""Repeated blocks of layers, such as those of a deep transformer, found so that equal ones are planned once.
+"""Runs of layers: repeated blocks, such as those of a deep transformer, so that equal ones are planned once; and units,
+the layers that are replayed together.
 
 Two layers are equal where nothing that a price depends on differs: ops with their arguments, shapes and types, axes,
 and wiring. An input is wired alike where it comes from as many layers before, or is the same value (a mask, positions).
@@ -7,15 +8,17 @@ and wiring. An input is wired alike where it comes from as many layers before, o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
 
+from parplan.graph.kinds import writes_statistics
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph, once_per_graph
+from parplan.graph.sites import site_of
 
-__all__ = ["Blocks", "Fold", "fold", "repeated_blocks"]
+__all__ = ["Blocks", "Fold", "fold", "repeated_blocks", "unit_of", "units", "why_kept"]
 
 LEAST_LAYERS = 64
 """Layers of all copies of a block from which planning them alike is worth losing some plans."""
@@ -186,6 +189,68 @@ class _Search:
             for place in range(begin, begin + period)
             for (again, _, _), (value, maker, _) in zip(self.inputs[place], self.inputs[place + period], strict=True)
         )
+
+
+@once_per_graph
+def units(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
+    """Units of recomputation: disjoint runs of layers that can run forward again from little that is kept.
+
+    A run ends where one value with a gradient is all that later layers, or the user, take of it and of what is before:
+    behind the sum of a residual branch, say. A unit is such a run with at least two layers with matrices, else several
+    of them in a row until they have as many: of a single one nothing would be dropped. None crosses the border of equal
+    blocks that are planned alike, or has a layer that cannot run again (`why_kept`).
+    """
+    names, open_, found = list(graph.layers), set[str](), list[tuple[str, ...]]()
+    last = {value: place for place, layer in enumerate(graph.layers.values()) for value in layer.inputs}
+    last |= {value: len(names) for value in graph.user_outputs if isinstance(value, str)}
+    alike = fold(graph)
+    borders = {k for own in alike.blocks for k in range(own.begin, own.end + 1, own.period)} if alike else set()
+    runs, run = list[list[str]](), list[str]()
+    for place, (name, layer) in enumerate(graph.layers.items(), 1):
+        run.append(name)
+        open_ |= {value for value in layer.outputs if graph.values[value].requires_grad}
+        open_ = {value for value in open_ if last.get(value, -1) >= place}
+        if len(open_) <= 1 or place in borders or place == len(names):
+            runs.append(run)
+            run = []
+    unit, place = list[str](), 0
+    for run in [*runs, []]:
+        enough = _matrices(graph, unit) >= _LEAST_MATRICES and _matrices(graph, run)
+        if not run or place in borders or enough or _matrices(graph, run) >= _LEAST_MATRICES:
+            found.append(tuple(unit))
+            unit = []
+        unit += run
+        place += len(run)
+    return tuple(
+        own for own in found
+        if _matrices(graph, own) >= _LEAST_MATRICES and not any(why_kept(graph, name) for name in own)
+    )  # fmt: skip
+
+
+_LEAST_MATRICES = 2
+
+
+def _matrices(graph: LayerGraph, names: Iterable[str]) -> int:
+    """How many of some layers have matrices."""
+    own = ((graph.values[parameter].shape for parameter in graph.layers[name].parameters) for name in names)
+    return sum(any(len(shape) > 1 for shape in shapes) for shapes in own)
+
+
+@once_per_graph
+def unit_of(graph: LayerGraph) -> Mapping[str, int]:
+    """The number of its unit, by layer that is in one."""
+    return {name: number for number, own in enumerate(units(graph)) for name in own}
+
+
+def why_kept(graph: LayerGraph, name: str) -> str:
+    """The reason for which a layer cannot run forward again in a step; empty where it can."""
+    layer = graph.layers[name]
+    if layer.mixes_batch or any(map(writes_statistics, layer.nodes)):
+        return "it writes running statistics"
+    if changing := [buffer for buffer in layer.buffers if buffer in graph.buffer_updates or buffer in graph.numbers]:
+        return f"it reads {graph.label(changing[0])}, which a step changes"
+    code = next((site.name for node in layer.nodes if (site := site_of(node)) is not None), None)
+    return "" if code is None else f"it runs {code}, code of its own"
 
 
 def _signature(graph: LayerGraph, layer: Layer) -> str:

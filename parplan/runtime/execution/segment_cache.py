@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from parplan.graph import batch_norm
+from parplan.graph.kinds import writes_statistics
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, Marks, local_module
 from parplan.lowering.program import Code, Compute, Program
@@ -18,9 +19,6 @@ from parplan.runtime.execution.random_state import SeededOps
 __all__ = ["SegmentCache", "written_buffers"]
 
 Function = Callable[..., tuple[Tensor, ...]]
-
-# Ops that write running statistics, their fourth and fifth argument, where the sixth says so.
-_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 
 
 class SegmentCache:
@@ -123,5 +121,5 @@ class _Key:
 def written_buffers(graph: LayerGraph, step: Compute) -> frozenset[str]:
     """Buffers that a step writes: the running statistics of batch and instance norm in training."""
     nodes = [node for name in step.layers for node in graph.layers[name].nodes]
-    norms = [node for node in nodes if node.target in _NORMS and node.args[5]]
+    norms = filter(writes_statistics, nodes)
     return frozenset(a.name for node in norms for a in node.args[3:5] if isinstance(a, fx.Node))
