@@ -1,5 +1,6 @@
 """How one tensor lies over devices, and what must move to change that."""
 
+from parplan.layout.exchanges import Assembly, Exchange, Messages
 from parplan.layout.grids import Grid, Layout, Sections
 from parplan.layout.pieces import (
     IntArray,
@@ -30,7 +31,7 @@ from parplan.layout.ranges import (
 )
 
 __all__ = [
-    "Block", "Extent", "Grid", "IntArray", "Layout", "Piece", "PieceTable", "Range", "Ranges", "Region", "Sections",
-    "block_shapes", "disjoint", "extent_of", "in_place", "intervals", "located", "piece_table", "pieces",
-    "region_of", "regions", "regions_of", "shape_of", "split_evenly", "whole_block", "within",
+    "Assembly", "Block", "Exchange", "Extent", "Grid", "IntArray", "Layout", "Messages", "Piece", "PieceTable", "Range",
+    "Ranges", "Region", "Sections", "block_shapes", "disjoint", "extent_of", "in_place", "intervals", "located",
+    "piece_table", "pieces", "region_of", "regions", "regions_of", "shape_of", "split_evenly", "whole_block", "within",
 ]  # fmt: skip

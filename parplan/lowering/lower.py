@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import unit_of, why_kept
 from parplan.lowering.holdings import bucket_heads, buckets, holdings, slices
 from parplan.lowering.ordering import backward, forward, staged
 from parplan.lowering.passes import passes_of, update_periods
@@ -29,16 +30,17 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     """The program of one step of `graph` under `strategies`.
 
     Raises:
-        PlanError: the plan leaves a layer out, or uses a device that is not there.
+        PlanError: the plan leaves a layer out, uses a device that is not there, or replays a layer that cannot be.
     """
     _check(graph, strategies, step_setting)
     known = stages(graph, strategies, step_setting.scheme)
+    replayed = _replayed(graph, strategies, known.passes)
     passes = passes_of(known, step_setting)
     laid = spread(graph, strategies, step_setting)
     held = holdings(graph, laid.strategies)
     filled = buckets(graph, held, step_setting.memories, update_periods(graph, strategies, known))
     assigner = SlotAssigner(graph, step_setting, laid.numbers, passes)
-    segments = Segments(graph, laid, assigner, bucket_heads(graph, filled))
+    segments = Segments(graph, laid, assigner, bucket_heads(graph, filled), replayed)
     for value in (name for name in graph.user_inputs if name is not None):
         assigner.add(assigner.slot(value, step_setting.arrival(graph.batch_dims.get(value))), -1)
     sliced = {
@@ -93,3 +95,24 @@ def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: 
                 f"{name}: runs on devices {strategies[name].devices}, but there are only {step_setting.devices} (0 to "
                 f"{step_setting.devices - 1}); give more devices or another plan"
             )
+
+
+def _replayed(graph: LayerGraph, strategies: Mapping[str, Strategy], passes: int) -> dict[str, int]:
+    """The number of its unit, by layer that is replayed; none where there is no backward."""
+    found, known = dict[str, int](), unit_of(graph)
+    for name in (name for name in graph.layers if strategies[name].saved == "replay" and graph.training):
+        if passes > 1:
+            raise PlanError(
+                f"{name}: replays its forward, which is for steps in one pass, and the plan has {passes}; give its "
+                'layers saved "keep", or use scheme "gather"'
+            )
+        if name not in known:
+            raise PlanError(
+                f"{name}: cannot replay its forward, as "
+                f"{why_kept(graph, name) or 'no run of layers around it has two with matrices and one result'}; give "
+                'it saved "keep"'
+            )
+        found[name] = known[name]
+    values = graph.values
+    trained = {unit for n, unit in known.items() if any(values[out].requires_grad for out in graph.layers[n].outputs)}
+    return {name: unit for name, unit in found.items() if unit in trained}

@@ -8,90 +8,23 @@ wait for a message that another one will only send after it has received one its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from math import prod
 
 import torch
 
 from parplan.fields import ranges
 from parplan.graph.layer_graph import TensorSpec
-from parplan.layout import Block, Grid, Layout, Piece, Range, disjoint, pieces, regions, shape_of
+from parplan.layout import Assembly, Block, Exchange, Grid, Layout, Messages, Range, pieces, regions, shape_of
 from parplan.lowering.holdings import Bucket
 from parplan.plan import LISTED_DEVICES, Scheme, Strategy
 
 __all__ = [
     "Assembly", "Bucket", "Code", "Compute", "Exchange", "Forward", "Join", "Messages", "OnePass", "Operand", "Program",
-    "Reduce", "Slot", "Split", "Staged", "State", "Step", "Transfer", "shape_of",
+    "Reduce", "Regather", "Replay", "Slot", "Split", "Staged", "State", "Step", "Transfer", "shape_of",
 ]  # fmt: skip
-
-Messages = Mapping[int, tuple[Piece, ...]]
-"""The pieces of one flat message to (or from) every other device, in the order in which they lie in it."""
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """How one device's part of a tensor is put together.
-
-    Args:
-        pieces: the pieces it takes, in order.
-        whole: the only piece is the whole part, which can be taken as it is.
-        tiled: the pieces cover the part without overlap, so they are copied, not added.
-    """
-
-    pieces: tuple[Piece, ...]
-    whole: bool
-    tiled: bool
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One movement of a tensor from layout to layout, the same on every process.
-
-    Send lists and assemblies are made at the first use and kept, as a program runs many times.
-
-    Args:
-        name: what moves, for errors: "conv1 -> 2x1 on 0,1".
-        pieces: what every device adds from which other one.
-        shapes: shape of the target's part, for every device that gets one.
-        dtype: of the tensor.
-    """
-
-    name: str
-    pieces: tuple[Piece, ...]
-    shapes: Mapping[int, tuple[int, ...]]
-    dtype: torch.dtype
-
-    @cached_property
-    def assemblies(self) -> Mapping[int, Assembly]:
-        """How every device that gets a part puts it together."""
-        found = {}
-        for device, shape in self.shapes.items():
-            own = tuple(piece for piece in self.pieces if piece.target == device)
-            tiled = disjoint(piece.target_region for piece in own) and sum(p.elements for p in own) == prod(shape)
-            found[device] = Assembly(own, tiled and len(own) == 1, tiled)
-        return found
-
-    @cached_property
-    def sent(self) -> Mapping[int, Messages]:
-        """Per device, the messages that it sends to others."""
-        return self._messages(lambda piece: (piece.source, piece.target))
-
-    @cached_property
-    def received(self) -> Mapping[int, Messages]:
-        """Per device, the messages that it gets from others."""
-        return self._messages(lambda piece: (piece.target, piece.source))
-
-    def _messages(self, ends: Callable[[Piece], tuple[int, int]]) -> Mapping[int, Messages]:
-        found: dict[int, dict[int, tuple[Piece, ...]]] = {}
-        for piece in self.pieces:
-            own, other = ends(piece)
-            if own != other:
-                messages = found.setdefault(own, {})
-                messages[other] = (*messages.get(other, ()), piece)
-        return found
 
 
 @dataclass(frozen=True)
@@ -178,6 +111,7 @@ class Compute:
         states: parameters and buffers, which follow as further arguments.
         results: values the code returns.
         pass_number: which pass it belongs to; None when it runs once.
+        unit: of recomputation, where the layers are replayed; None: what their backward needs is kept.
     """
 
     code: Code
@@ -188,6 +122,7 @@ class Compute:
     states: tuple[State, ...]
     results: tuple[Operand, ...]
     pass_number: int | None = None
+    unit: int | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -325,8 +260,29 @@ class Regather:
         return f"move {self.transfer.name} again"
 
 
+@dataclass(frozen=True)
+class Replay:
+    """Forward of a unit's replayed steps again, in forward order, for the backward that follows: nothing moves."""
+
+    steps: tuple[Compute, ...]
+
+    @property
+    def unit(self) -> int | None:
+        """The number of the unit."""
+        return self.steps[0].unit
+
+    @property
+    def made(self) -> frozenset[str]:
+        """Slots that it makes again."""
+        return frozenset(result.slot for step in self.steps for result in step.results)
+
+    def text(self) -> str:
+        """One line of the printed program."""
+        return f"forward again through {', '.join(' + '.join(step.layers) for step in self.steps)}"
+
+
 Forward = Compute | Transfer | Split | Join
-Step = Forward | Reduce | Regather
+Step = Forward | Reduce | Regather | Replay
 
 
 @dataclass(frozen=True)
@@ -412,6 +368,25 @@ class Program:
         again = (step.transfer for step in self.backward if isinstance(step, Regather))
         return {transfer.target: transfer.given.value for transfer in again}
 
+    @cached_property
+    def replays(self) -> Mapping[int | None, Replay]:
+        """The replays by the number of their unit."""
+        return {step.unit: step for step in self.backward if isinstance(step, Replay)}
+
+    def reached(self, results: Set[str]) -> Set[str]:
+        """Slots that have a gradient where these have one."""
+        found = set(results)
+        for step in self.backward:
+            if isinstance(step, Reduce | Regather | Replay):
+                continue
+            if isinstance(step, Compute):
+                targets = [result.slot for result in step.results]
+            else:
+                targets = list(step.targets) if isinstance(step, Split) else [step.target]
+            if not found.isdisjoint(targets):
+                found.update(step.reads)
+        return found
+
     def text(self) -> str:
         """The program as a table, one step per line."""
         forward = [f"  {step.text()}" for step in self.forward]
@@ -426,7 +401,7 @@ def _back_text(step: Step) -> str:
         return f"join {', '.join(step.targets)} back to {step.source}"
     if isinstance(step, Join):
         return f"split {step.target} back to {', '.join(step.sources)}"
-    if isinstance(step, Reduce | Regather):
+    if isinstance(step, Reduce | Regather | Replay):
         return step.text()
     prefix = "" if step.pass_number is None else f"pass {step.pass_number}: "
     return f"{prefix}back through {' + '.join(step.layers)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
@@ -35,6 +36,7 @@ class _Segment:
     operands: dict[str, str] = field(default_factory=dict)
     results: dict[str, str] = field(default_factory=dict)
     pass_number: int | None = None
+    unit: int | None = None
 
 
 class Segments:
@@ -45,13 +47,22 @@ class Segments:
         spread: how its layers are spread.
         slots: where values lie.
         heads: layers that start a segment.
+        replayed: the number of its unit, by layer that is replayed.
     """
 
-    def __init__(self, graph: LayerGraph, spread: Spread, slots: SlotAssigner, heads: Iterable[str]) -> None:
+    def __init__(
+        self,
+        graph: LayerGraph,
+        spread: Spread,
+        slots: SlotAssigner,
+        heads: Iterable[str],
+        replayed: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._graph = graph
         self._spread = spread
         self._slots = slots
         self._heads = frozenset(heads)
+        self._replayed = replayed
         self._segments: list[_Segment] = []
         self._readers: dict[str, list[str]] = defaultdict(list)
         for name, layer in graph.layers.items():
@@ -70,7 +81,8 @@ class Segments:
         """Append a layer (in one of the passes), to the last segment if it can run there."""
         strategy = self._spread.strategies[layer.name]
         if not self._joins(layer, strategy, pass_number):
-            self._segments.append(_Segment(Code.LAYERS, strategy.grid, [], pass_number=pass_number))
+            unit = self._replayed.get(layer.name)
+            self._segments.append(_Segment(Code.LAYERS, strategy.grid, [], pass_number=pass_number, unit=unit))
         segment = self._segments[-1]
         segment.layers.append(layer.name)
         self._read(layer, strategy, segment)
@@ -85,7 +97,8 @@ class Segments:
         if not self._segments or layer.name in self._heads:
             return False
         last = self._segments[-1]
-        if (last.code, last.grid, last.pass_number) != (Code.LAYERS, strategy.grid, pass_number) or self._leaves(last):
+        own = Code.LAYERS, strategy.grid, pass_number, self._replayed.get(layer.name)
+        if (last.code, last.grid, last.pass_number, last.unit) != own or self._leaves(last):
             return False
         known = {**last.operands, **last.results}
         apart = {*known, *self._graph.user_inputs}  # the user's come first
@@ -178,6 +191,7 @@ class Segments:
                     states=tuple(self._state(*item, held) for item in users.items()),
                     results=tuple(Operand(*item) for item in segment.results.items() if item[1] in read),
                     pass_number=segment.pass_number,
+                    unit=segment.unit,
                 )
             )
         return found

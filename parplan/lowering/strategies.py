@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.repeated import unit_of
 from parplan.plan import Plan, Strategy
 
 __all__ = ["strategies_for"]
@@ -36,6 +37,9 @@ def strategies_for(
         known = plan.layers.get(name) or next((holding[p] for p in layer.parameters if p in holding), None)
         found[name] = _following(graph, layer, found, plan) if known is None else _uncut(graph, layer, known)
         strategy = found[name]
+        if strategy.saved == "replay" and (held or name not in plan.layers) and name not in unit_of(graph):
+            # Units of this capture are others: weights were frozen, or the layer is not one of the plan's.
+            found[name] = strategy = replace(strategy, saved="keep")
         if strategy.replicas * strategy.shards != len(strategy.devices):
             raise PlanError(
                 f"{name}: {strategy.replicas} replicas x {strategy.shards} shards do not fill "

@@ -23,13 +23,14 @@ from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.local import LocalTransport
 
 __all__ = [
-    "CLOSE", "Outcome", "compiled", "differences", "executor", "outcome", "planner", "random_passes",
+    "CLOSE", "Outcome", "Planner", "Rule", "compiled", "differences", "executor", "outcome", "planner", "random_passes",
     "random_strategies", "spread", "spread_all",
 ]  # fmt: skip
 
 CLOSE = 1e-9  # relative, float64
 
 Rule = Callable[[Layer], Strategy]
+Planner = Callable[[Rule, int, Scheme, int], Callable[[LayerGraph], Plan]]
 
 
 def spread(devices: int, kind: str) -> Rule:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parplan.errors import PlanError, RuntimeFailure
+from parplan.plan import Scheme
 from parplan.runtime.module.compiled import Compiled
-from tests.runtime.helpers import Rule, planner, spread
+from tests.runtime.helpers import Planner, Rule, planner, spread
 from tests.runtime.loss_cases import LANGUAGE, Language, cut_losses, language_batch, trained_beside
 
 __all__ = ["Rows", "by_train_step", "on_ranks"]
@@ -30,13 +31,13 @@ class Rows(nn.Module):
         return result
 
 
-def by_train_step(rule: Rule, devices: int, micro_batches: int, samples: int) -> None:
+def by_train_step(rule: Rule, devices: int, micro_batches: int, samples: int, plans: Planner = planner) -> None:
     """Three steps with AdamW: the mean loss of every process's samples, and the weights."""
     net = Rows()
     plain = copy.deepcopy(net)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     places = None if dist.is_initialized() else ["cpu"] * devices
-    model = Compiled(net, planner(rule, devices, micro_batches=micro_batches), devices=places)
+    model = Compiled(net, plans(rule, devices, Scheme.GATHER, micro_batches), devices=places)
     optimizers = [torch.optim.AdamW(own.parameters(), lr=0.01) for own in (model, plain)]
     for _ in range(3):
         x, y = torch.randn(samples, 8).double(), torch.randn(samples, 8).double()

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from parplan.cost_models.communication.traffic import traffic
-from parplan.lowering.program import Code, Compute, Reduce, Regather, Split, Staged, Step, Transfer
+from parplan.lowering.program import Code, Compute, Reduce, Regather, Replay, Split, Staged, Step, Transfer
 from parplan.planner.simulation.list_schedule import Task
 from parplan.planner.simulation.priced_program import Busy, LayerWork, Move, PricedProgram
 
@@ -209,7 +209,7 @@ class _StepTasks:
         ahead = kind is Kind.FORWARD
         slots = self._values if ahead else self._gradients
         for step in steps:
-            if isinstance(step, Reduce | Regather):
+            if isinstance(step, Reduce | Regather | Replay):
                 continue  # with the layers whose gradients, or weights, they are
             if isinstance(step, Compute):
                 ends = step.reads, [result.slot for result in step.results]

@@ -26,7 +26,7 @@ from parplan.graph.packed_sequences import RNN_PACKED
 from parplan.graph.sites import site_of
 from parplan.plan import Strategy
 
-__all__ = ["OwnDraws", "SeededOps", "draws_any"]
+__all__ = ["OwnDraws", "SeededOps", "drawing_from", "draws_any", "generator_states"]
 
 aten = torch.ops.aten
 
@@ -102,6 +102,16 @@ class SeededOps:
                 made.target = self._seeded(made.target, place)
         code.recompile()
 
+    @contextmanager
+    def of(self, seed: int, micro_batch: int) -> Iterator[None]:
+        """Draw what a call with this seed draws in one of its micro-batches."""
+        before = self.seed, self.micro_batch
+        self.seed, self.micro_batch = seed, micro_batch
+        try:
+            yield
+        finally:
+            self.seed, self.micro_batch = before
+
     def _seeded(self, op: Callable[..., Any], place: int) -> Callable[..., Any]:
         def seeded(*args: Any, **kwargs: Any) -> Any:
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
@@ -146,6 +156,25 @@ class OwnDraws:
             self._states = [generator.get_state() for generator in self._generators]
             for generator, state in zip(self._generators, callers, strict=True):
                 generator.set_state(state)
+
+
+def generator_states(device: torch.device) -> dict[torch.Generator, torch.Tensor]:
+    """The states of the generators that a step on a device draws from by default."""
+    generators = {_generator(place) for place in (torch.device("cpu"), device)}
+    return {generator: generator.get_state() for generator in generators}
+
+
+@contextmanager
+def drawing_from(states: Mapping[torch.Generator, torch.Tensor]) -> Iterator[None]:
+    """Draw from generators in these states; they are as they were afterwards."""
+    before = {generator: generator.get_state() for generator in states}
+    try:
+        for generator, state in states.items():
+            generator.set_state(state)
+        yield
+    finally:
+        for generator, state in before.items():
+            generator.set_state(state)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -18,9 +18,22 @@ from parplan.errors import RuntimeFailure
 from parplan.graph.user_line import failing_layer
 from parplan.layout import whole_block
 from parplan.lowering.passes import put, take
-from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Regather, Slot, Split, State, Step, Transfer
+from parplan.lowering.program import (
+    Code,
+    Compute,
+    Forward,
+    Join,
+    Reduce,
+    Regather,
+    Replay,
+    Slot,
+    Split,
+    State,
+    Step,
+    Transfer,
+)
 from parplan.runtime.compat import in_backward, keeps_graph
-from parplan.runtime.execution.executor import Executor, FreedWeights, SlotParts, memory
+from parplan.runtime.execution.executor import Executor, FreedWeights, KeptUnit, SlotParts, memory
 from parplan.runtime.execution.gradients import Gradients
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 
@@ -71,6 +84,7 @@ class Run:
         self._to_slices: list[str] = []  # parameters whose gradients are on their way to slices
         self._again = in_backward()
         self._freed = FreedWeights(executor.store, self._transport, self._recorder)
+        self._units: dict[int | None, KeptUnit] = {}  # for their replay
         self._kept = kept
         self._micro_batch = executor.seeded.micro_batch = micro_batch
         self._random_state = executor.own_draws()
@@ -133,7 +147,9 @@ class Run:
             self._join(parts, step.sources, step.target, step)
         else:
             executor.seeded.micro_batch = self._micro_batch if step.pass_number is None else step.pass_number
-            executor.each(step, partial(self._compute, step, parts=parts, record=record))
+            if record and step.unit is not None:
+                self._units.setdefault(step.unit, KeptUnit(executor, self._program.replays[step.unit]))
+            executor.each(step, partial(self._forward_on, step, parts=parts, record=record))
             executor.done(step)
             self._free_weights(step)
         for slot in executor.last_reads[id(step)]:
@@ -169,6 +185,21 @@ class Run:
 
     def _arrival(self, slot: Slot) -> int:
         return slot.devices[0] if self._transport.processes == 1 else self._transport.owned[0]
+
+    def _forward_on(self, step: Compute, device: int, parts: SlotParts, record: bool) -> None:
+        if record and step.unit is not None:
+            with self._transport.on(device):
+                self._units[step.unit].keep(step, device, parts)
+        self._compute(step, device, parts, record and step.unit is None)
+
+    def _replay(self, replay: Replay) -> None:
+        """Run the replayed steps of a unit that have a gradient forward again, and record them."""
+        reached = self._reached
+        steps = [s for s in replay.steps if reached is None or not reached.isdisjoint(r.slot for r in s.results)]
+        unit = self._units.pop(replay.unit, None) if self._frees else self._units.get(replay.unit)
+        places = {(id(step), device) for step in steps for device in self._executor.owned(step.grid.devices)}
+        if unit is not None and not self._recorded.keys() >= places:  # as by a backward that kept its graphs
+            unit.run_again(steps, self._freed, partial(self._compute, record=True))
 
     def _compute(self, step: Compute, device: int, parts: SlotParts, record: bool) -> None:
         executor, slots = self._executor, self._program.slots
@@ -288,17 +319,7 @@ class Run:
         used = self._transport.any(name in own for name in wanted)
         if all(used):
             return None
-        reached = {name for name, one in zip(wanted, used, strict=True) if one}
-        for step in self._program.backward:
-            if isinstance(step, Reduce | Regather):
-                continue
-            if isinstance(step, Compute):
-                targets = [result.slot for result in step.results]
-            else:
-                targets = list(step.targets) if isinstance(step, Split) else [step.target]
-            if not reached.isdisjoint(targets):
-                reached.update(step.reads)
-        return reached
+        return self._program.reached({name for name, one in zip(wanted, used, strict=True) if one})
 
     def take_outputs(self, slots: Sequence[str], outputs: Sequence[Tensor | None], grads: SlotParts) -> None:
         """Put the gradients that the caller gives for results."""
@@ -327,6 +348,8 @@ class Run:
             elif isinstance(step, Regather):
                 if self._reached is None or step.transfer.target in self._reached:
                     self._freed.gather(step.transfer)
+            elif isinstance(step, Replay):
+                self._replay(step)
             else:
                 for device in self._executor.owned(step.grid.devices):
                     self._freed.refill(device, self._weights(step, device))
