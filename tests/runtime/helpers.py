@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.repeated import unit_of
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
-from parplan.plan import STATES, Plan, Scheme, Strategy
+from parplan.plan import SAVED, STATES, Plan, Scheme, Strategy
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.module.compiled import Compiled
@@ -80,10 +81,13 @@ def compiled(module: nn.Module, rule: Rule | Mapping[str, Strategy], devices: in
 
 
 def random_strategies(graph: LayerGraph, devices: int, draw: random.Random) -> dict[str, Strategy]:
-    """A legal strategy for every layer, on random devices in random order, its state in any way."""
+    """A legal strategy for every layer, on random devices in random order, its state in any way, and replayed or not
+    where it is in a unit of recomputation."""
     found = {name: draw.choice(_options(layer, devices, draw)) for name, layer in graph.layers.items()}
     half = random.Random(f"{found}")  # beside `draw`, whose numbers decide cases that are known
-    return {name: replace(own, state=half.choice(STATES)) for name, own in found.items()}
+    found = {name: replace(own, state=half.choice(STATES)) for name, own in found.items()}
+    saved = {name: half.choice(SAVED) for name in graph.layers if name in unit_of(graph)}
+    return {name: replace(own, saved=saved.get(name, "keep")) for name, own in found.items()}
 
 
 def random_passes(graph: LayerGraph, devices: int, draw: random.Random) -> dict[str, Strategy]:

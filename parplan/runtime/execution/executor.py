@@ -302,7 +302,7 @@ class FreedWeights:
 
 
 class KeptUnit:
-    """The values, states of generators and counts of writes that one call keeps of a unit's forward for its replay.
+    """The values and states of generators that one call keeps of a unit's forward for its replay.
 
     Args:
         executor: whose program runs.
@@ -314,56 +314,55 @@ class KeptUnit:
         self._apart = replay.made | executor.program.freed.keys()  # made, or gathered, again
         self._call = executor.seeded.seed, executor.seeded.micro_batch
         self._casts = autocasts()
-        self._values: dict[tuple[str, int], tuple[Tensor, int]] = {}  # with the number of writes
-        self._writes: dict[str, int] = {}  # of parameters and buffers
+        self._values: dict[tuple[str, int], Tensor] = {}  # by slot and device
+        self._states: dict[tuple[int, int], list[Tensor]] = {}  # parameters and buffers by step and device
         self._generators: dict[tuple[int, int], Mapping[torch.Generator, Tensor]] = {}
+        self._writes: list[tuple[str, Tensor, int]] = []  # until the forward, by name
 
     def keep(self, step: Compute, device: int, parts: SlotParts) -> None:
         """Keep what one of its steps, which is about to run forward on a device, will need again."""
+        executor, known = self._executor, (id(step), device)
+        states = self._states[known] = executor.states(step, device)
+        self._writes += ((state.name, own, writes(own)) for state, own in zip(step.states, states, strict=True))
         for slot in step.reads:
             tensor = None if slot in self._apart else parts.get(slot).get(device)
             if tensor is not None:
-                self._values[slot, device] = tensor, writes(tensor)
-        self._writes |= {state.name: writes(self._executor.store.original(state.name)) for state in step.states}
-        if self._executor.is_random(step):
-            self._generators[id(step), device] = generator_states(self._executor.transport.physical(device))
+                self._values[slot, device] = tensor
+                self._writes.append((executor.program.slots[slot].value, tensor, writes(tensor)))
+        if executor.is_random(step):
+            self._generators[known] = generator_states(executor.transport.physical(device))
 
     def run_again(self, steps: Iterable[Compute], freed: FreedWeights, compute: Callable[..., None]) -> None:
         """Run some of its steps again, with the random numbers and the autocast of their forward.
 
         Args:
             freed: weights that were gathered for it.
-            compute: runs a step on a device, whose operands are in `parts`, and puts the results there.
+            compute: runs a step on a device, whose operands are in `parts`, with these states; puts the results there.
 
         Raises:
-            RuntimeFailure: a value, parameter or buffer that they read was written since the forward.
+            RuntimeFailure: a value, parameter or buffer that it reads was written since the forward.
         """
-        executor, parts = self._executor, self._kept_parts()
+        executor = self._executor
+        for name, tensor, count in self._writes:
+            if writes(tensor) != count:
+                raise RuntimeFailure(
+                    f"{executor.graph.label(name)} was written between a forward and its backward, for which layers "
+                    'that read it run forward again; call backward before it is written, or plan them with saved "keep"'
+                )
+        parts = SlotParts(executor.transport, executor.recorder)
+        for (slot, device), tensor in self._values.items():
+            parts.put(slot, device, tensor)
 
         def work(step: Compute, device: int) -> None:
             for slot in executor.program.freed.keys() & step.reads:
                 if (weights := freed.take(slot, device)) is not None:
                     parts.add(slot, device, weights)
             with drawing_from(self._generators.get((id(step), device), {})):
-                compute(step, device, parts)
+                compute(step, device, parts, states=self._states[id(step), device])
 
         with executor.seeded.of(*self._call), casting(self._casts):
             for step in steps:
                 executor.each(step, partial(work, step))
-
-    def _kept_parts(self) -> SlotParts:
-        graph, slots, store = self._executor.graph, self._executor.program.slots, self._executor.store
-        found = SlotParts(self._executor.transport, self._executor.recorder)
-        written = [name for name, count in self._writes.items() if writes(store.original(name)) != count]
-        for (slot, device), (tensor, count) in self._values.items():
-            found.put(slot, device, tensor)
-            written += [slots[slot].value] if writes(tensor) != count else []
-        if written:
-            raise RuntimeFailure(
-                f"{graph.label(written[0])} was written between a forward and its backward, for which layers that read "
-                'it run forward again; call backward before it is written, or plan them with saved "keep"'
-            )
-        return found
 
 
 def memory(tensor: Tensor) -> int:

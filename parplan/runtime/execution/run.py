@@ -201,7 +201,9 @@ class Run:
         if unit is not None and not self._recorded.keys() >= places:  # as by a backward that kept its graphs
             unit.run_again(steps, self._freed, partial(self._compute, record=True))
 
-    def _compute(self, step: Compute, device: int, parts: SlotParts, record: bool) -> None:
+    def _compute(
+        self, step: Compute, device: int, parts: SlotParts, record: bool, states: Sequence[Tensor] | None = None
+    ) -> None:
         executor, slots = self._executor, self._program.slots
         made = [slots[result.slot] for result in step.results]
         # Without samples a device takes part in a normalisation alone, for the running statistics.
@@ -213,7 +215,7 @@ class Run:
         with self._transport.on(device), torch.set_grad_enabled(record):
             values = [parts.get(operand.slot)[device] for operand in step.operands]
             needed = [record and slots[operand.slot].requires_grad for operand in step.operands]
-            states = executor.states(step, device)
+            states = executor.states(step, device) if states is None else states
             needed += [record and state.name in self.parameters for state in step.states]
             inputs = tuple(
                 t.detach().requires_grad_() if n else t for t, n in zip((*values, *states), needed, strict=True)

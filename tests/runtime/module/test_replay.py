@@ -133,6 +133,19 @@ def test_two_backwards_of_one_forward(state: str) -> None:
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-10, atol=1e-12)
 
 
+def test_parameters_given_other_memory_before_the_backward() -> None:
+    """As the plain model, whose backward takes what its forward has read."""
+    model, plain = replayed(Rows())
+    x = torch.randn(4, 8).double()
+    for own in (model, plain):
+        loss = own(x).square().mean()
+        for parameter in own.parameters():
+            parameter.data = parameter.data + 1
+        loss.backward()
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-10, atol=1e-12)
+
+
 def test_gradients_of_inputs() -> None:
     model, plain = replayed(Rows())
     x = torch.randn(4, 8).double().requires_grad_()
