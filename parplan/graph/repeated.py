@@ -14,7 +14,7 @@ from functools import cached_property
 
 from torch import fx
 
-from parplan.graph.kinds import writes_statistics
+from parplan.graph.kinds import op_name, writes_statistics
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph, once_per_graph
 from parplan.graph.sites import site_of
 
@@ -249,8 +249,15 @@ def why_kept(graph: LayerGraph, name: str) -> str:
         return "it writes running statistics"
     if changing := [buffer for buffer in layer.buffers if buffer in graph.buffer_updates or buffer in graph.numbers]:
         return f"it reads {graph.label(changing[0])}, which a step changes"
+    if any(
+        op_name(node) in _RECURRENT and any(isinstance(a, float) and a > 0 for a in node.args) for node in layer.nodes
+    ):
+        return "it drops values between recurrent layers, which cuDNN does by numbers that it cannot draw again"
     code = next((site.name for node in layer.nodes if (site := site_of(node)) is not None), None)
     return "" if code is None else f"it runs {code}, code of its own"
+
+
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "rnn_packed"})
 
 
 def _signature(graph: LayerGraph, layer: Layer) -> str:

@@ -128,6 +128,28 @@ def test_layers_in_no_unit_are_refused() -> None:
         lowered(graph, ("norm",))
 
 
+class Recurrent(nn.Module):
+    """Two recurrent layers between two others."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.cells = nn.LSTM(8, 8, num_layers=2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.cells(self.first(x))[0])
+        return result
+
+
+def test_dropout_within_recurrent_layers_is_refused() -> None:
+    """cuDNN has a generator of its own for it."""
+    (unit,) = units(capture(Recurrent(0.0), (torch.zeros(8, 3, 8),)))
+    assert "cells" in unit
+    graph = capture(Recurrent(0.5), (torch.zeros(8, 3, 8),))
+    with pytest.raises(PlanError, match="cells: cannot replay its forward, as it drops values between recurrent"):
+        lowered(graph, ("cells",))
+
+
 def test_passes_are_refused() -> None:
     graph = capture(five(), (torch.zeros(8, 8),))
     chosen = {name: replace(TWO, replicas=1, devices=(0,)) if name == "8" else TWO for name in graph.layers}
