@@ -17,6 +17,8 @@ from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.programs.captures import Planner
 from tests.runtime.helpers import planner, spread, spread_all
 from tests.runtime.nets import Towers
+from tests.runtime.replay_cases import replaying
+from tests.runtime.slice_cases import sharded
 from tests.runtime.stream_order.machine import Machine
 
 __all__ = ["DATA", "TRAININGS", "A", "B", "join", "mlp"]
@@ -317,6 +319,22 @@ TRAININGS: dict[str, Training] = {
     "one norm on two logical devices": Training(halves, (A, A), net=NormedTwice, step=dropped),
     "a written buffer": Training(DATA, net=Written, home=B),
     "redundant": Training(planner(spread_all(2), 2), net=Written, step=dropped),
+    "forward again": Training(replaying(spread(2, "data"), 2), step=dropped),
+    "forward again, copies": Training(
+        replaying(spread(2, "out-features"), 2),
+        (B, A),
+        home=B,
+        streams=(0, 1),
+        options={"output_device": A},
+        step=two_calls,
+    ),
+    "forward again, what is gathered": Training(
+        replaying(sharded(spread(2, "data"), "gathered"), 2), streams=(0, 1), step=twice
+    ),
+    "forward again, recomputed": Training(replaying(lambda layer: Strategy(), 1), step=recomputed),
+    "forward again, threads": Training(
+        replaying(spread(4, "data"), 4), FOUR, options={"threads": True}, streams=(0, 1), step=dropped
+    ),
     "threads": Training(DATA, options={"threads": True}, step=dropped),
     "threads on streams": Training(DATA, (A, A), options={"threads": True}, streams=(0, 1), step=twice),
     "updates between passes": Training(passes(Scheme.INTERLEAVE, 2, 1), step=staged, exact=False),
