@@ -178,14 +178,13 @@ def on_ranks(rank: int, ranks: int) -> None:
     mixed: Rule = partial(cut_or_whole, cut=cut, whole=whole_rows)
     for state in ("replicated", "sharded", "gathered"):
         trained(spread(ranks, "data"), ranks, state, replaying)
-        for count in (1, 3):
-            by_train_step(sharded(spread(ranks, "data"), state), ranks, count, 5 * ranks, replaying)
+    by_train_step(sharded(spread(ranks, "data"), "gathered"), ranks, 3, 5 * ranks, replaying)
     torch.manual_seed(0)
     trained(mixed, ranks, "replicated", replaying)
     batches = [own_rows(words(2 * ranks)) for _ in range(2)]
     images = [own_rows(torch.randn(2 * ranks, 3, 8, 8).double()) for _ in range(2)]
-    for rule in (spread(ranks, "data"), sharded(spread(ranks, "data"), "gathered"), spread(ranks, "hybrid")):
-        for loss in (whole, checkpointed):
-            beside_kept(Decoder(), rule, ranks, loss, batches)
-        for loss in (one_result, both_results):
-            beside_kept(Mixed(), rule, ranks, loss, images)
+    replicas, gathered = spread(ranks, "data"), sharded(spread(ranks, "data"), "gathered")
+    for rule, loss in ((replicas, whole), (gathered, checkpointed), (spread(ranks, "hybrid"), whole)):
+        beside_kept(Decoder(), rule, ranks, loss, batches)
+    for rule, loss in ((replicas, both_results), (gathered, one_result)):
+        beside_kept(Mixed(), rule, ranks, loss, images)
