@@ -159,15 +159,23 @@ def both_results(model: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
+def retained(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss of two results, of which one has gone back alone before."""
+    first, second = model(x)
+    first.square().mean().backward(retain_graph=True)
+    result: Tensor = first.mean() + second.square().mean()
+    return result
+
+
 def whole(model: nn.Module, x: Tensor) -> Tensor:
     """A loss that the model gives."""
     result: Tensor = model(x)
     return result
 
 
-def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
+def checkpointed(model: nn.Module, x: Tensor, use_reentrant: bool = False) -> Tensor:
     """The same, of a model that a checkpoint runs again."""
-    result: Tensor = checkpoint(model, x, use_reentrant=False)
+    result: Tensor = checkpoint(model, x, use_reentrant=use_reentrant)
     return result
 
 
@@ -186,5 +194,5 @@ def on_ranks(rank: int, ranks: int) -> None:
     replicas, gathered = spread(ranks, "data"), sharded(spread(ranks, "data"), "gathered")
     for rule, loss in ((replicas, whole), (gathered, checkpointed), (spread(ranks, "hybrid"), whole)):
         beside_kept(Decoder(), rule, ranks, loss, batches)
-    for rule, loss in ((replicas, both_results), (gathered, one_result)):
+    for rule, loss in ((replicas, both_results), (gathered, one_result), (gathered, retained)):
         beside_kept(Mixed(), rule, ranks, loss, images)

@@ -94,6 +94,16 @@ def test_some_layers_of_a_unit(which: tuple[int, ...]) -> None:
     beside_kept(Decoder(), rule, 2, whole, [words(4)], which=lambda place: place % 10 in which)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("state", ["replicated", "gathered"])
+def test_a_checkpoint_around_the_model(state: str, use_reentrant: bool) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return checkpointed(model, x.clone().requires_grad_(), use_reentrant).square().mean()
+
+    rule = sharded(spread(2, "data"), state)
+    beside_kept(Rows(), rule, 2, loss, [torch.randn(4, 8).double() for _ in range(2)])
+
+
 def test_devices_without_samples() -> None:
     beside_kept(Mixed(), spread(3, "data"), 3, both_results, [torch.randn(2, 3, 8, 8).double()])
     beside_kept(Decoder(), spread(3, "data"), 3, whole, [words(2)])
