@@ -61,6 +61,7 @@ class LayerCharges(LayerCost):
         post_update_s: the part that comes after the update.
         scatter_s: the part of the sum that goes to slices, in every micro-batch; the rest is summed in the last one.
         gather_s, regather_s: the way of its weights from slices, before its forward, and again before its backward.
+        replay_s: its forward again, before its unit goes back; weights are gathered again before that then.
     """
 
     reduce_s: float
@@ -69,6 +70,7 @@ class LayerCharges(LayerCost):
     scatter_s: float
     gather_s: float
     regather_s: float
+    replay_s: float
 
     @property
     def overlappable_s(self) -> float:
@@ -117,6 +119,11 @@ class StepCost:
     late: float = 0.0
     batch_norm_s: float = 0.0
     micro_batches: int = 1
+
+    @property
+    def hidden(self) -> float:
+        """The share of what goes on beside compute that takes nothing from it."""
+        return min(1.0, max(0.0, self.overlap))
 
     @property
     def most_hidden(self) -> float:
@@ -287,14 +294,16 @@ def charges(costs: CostModel, layer: Layer, strategy: Strategy, passes: int = 1)
     """The seconds of a layer that runs in so many passes, which T adds up and the simulation schedules."""
     step, reduce_s = costs.step, costs.reduction(layer, strategy)
     post_update_s, (gather_s, scatter_s) = step.late * reduce_s, costs.gather(layer, strategy)
+    own = costs.layer(layer, strategy, passes)
     return LayerCharges(
-        **vars(costs.layer(layer, strategy, passes)),
+        **vars(own),
         reduce_s=reduce_s,
         compute_interference_s=(1 - step.overlap) * (reduce_s - post_update_s),
         post_update_s=post_update_s,
         scatter_s=scatter_s,
         gather_s=gather_s,
         regather_s=gather_s if strategy.state == "gathered" else 0.0,
+        replay_s=own.forward_s if strategy.saved == "replay" else 0.0,
     )
 
 

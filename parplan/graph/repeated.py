@@ -198,8 +198,10 @@ def units(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
     A run ends where one value with a gradient is all that later layers, or the user, take of it and of what is before:
     behind the sum of a residual branch, say. A unit is such a run with at least two layers with matrices, else several
     of them in a row until they have as many: of a single one nothing would be dropped. None crosses the border of equal
-    blocks that are planned alike, or has a layer that cannot run again (`why_kept`).
+    blocks that are planned alike, or has a layer that cannot run again.
     """
+    if graph.profiled:
+        return ()  # of a profile's layers nobody knows what they keep
     names, open_, found = list(graph.layers), set[str](), list[tuple[str, ...]]()
     last = {value: place for place, layer in enumerate(graph.layers.values()) for value in layer.inputs}
     last |= {value: len(names) for value in graph.user_outputs if isinstance(value, str)}
@@ -223,7 +225,7 @@ def units(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
         place += len(run)
     return tuple(
         own for own in found
-        if _matrices(graph, own) >= _LEAST_MATRICES and not any(why_kept(graph, name) for name in own)
+        if _matrices(graph, own) >= _LEAST_MATRICES and not any(_why_once(graph, name) for name in own)
     )  # fmt: skip
 
 
@@ -243,7 +245,14 @@ def unit_of(graph: LayerGraph) -> Mapping[str, int]:
 
 
 def why_kept(graph: LayerGraph, name: str) -> str:
-    """The reason for which a layer cannot run forward again in a step; empty where it can."""
+    """The reason for which a layer cannot be replayed; empty where it is in a unit."""
+    if name in unit_of(graph):
+        return ""
+    return _why_once(graph, name) or "it is in no unit of layers with at least two matrices"
+
+
+def _why_once(graph: LayerGraph, name: str) -> str:
+    """The reason for which a layer runs forward no more than once in a step; empty where it may."""
     layer = graph.layers[name]
     if layer.mixes_batch or any(map(writes_statistics, layer.nodes)):
         return "it writes running statistics"

@@ -21,8 +21,8 @@ from parplan.layout import Block, Grid, Layout, disjoint, regions, split_evenly,
 from parplan.plan import Strategy
 
 __all__ = [
-    "ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Holdings", "Slices", "bucket_heads", "buckets",
-    "holdings", "slices", "used_blocks",
+    "ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Holdings", "Slices", "buckets", "holdings",
+    "makes_large_result", "segment_heads", "slices", "used_blocks",
 ]  # fmt: skip
 
 # As DistributedDataParallel: a small first bucket starts reducing early.
@@ -171,10 +171,20 @@ def _groups(held: Mapping[int, Block]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(devices) for devices in same.values())
 
 
-def bucket_heads(graph: LayerGraph, buckets: Sequence[Bucket]) -> set[str]:
-    """The first layer of each bucket, at which a segment is split so that the bucket can leave early."""
+def makes_large_result(graph: LayerGraph, layer: Layer) -> bool:
+    """Whether a layer makes a large result of the model from less: it begins a segment.
+
+    A segment holds what it hands on, and the gradients of that, until all of it has gone back.
+    """
+    least = max(ALONE_BYTES, 1 + sum(graph.values[value].nbytes for value in layer.inputs))
+    return any(value in graph.user_outputs and graph.values[value].nbytes >= least for value in layer.outputs)
+
+
+def segment_heads(graph: LayerGraph, buckets: Sequence[Bucket]) -> set[str]:
+    """The layers at which a segment is split: the first of each bucket, so that it can leave early, and those that make
+    large results."""
     order = list(graph.layers)
-    heads = set()
+    heads = {name for name, layer in graph.layers.items() if makes_large_result(graph, layer)}
     for bucket in buckets:
         using = (i for i, name in enumerate(order) if set(graph.layers[name].parameters) & set(bucket.parameters))
         heads.add(order[min(using)])

@@ -12,7 +12,7 @@ from dataclasses import replace
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import unit_of, why_kept
-from parplan.lowering.holdings import bucket_heads, buckets, holdings, slices
+from parplan.lowering.holdings import buckets, holdings, segment_heads, slices
 from parplan.lowering.ordering import backward, forward, staged
 from parplan.lowering.passes import passes_of, update_periods
 from parplan.lowering.per_replica_scalars import spread
@@ -40,7 +40,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     held = holdings(graph, laid.strategies)
     filled = buckets(graph, held, step_setting.memories, update_periods(graph, strategies, known))
     assigner = SlotAssigner(graph, step_setting, laid.numbers, passes)
-    segments = Segments(graph, laid, assigner, bucket_heads(graph, filled), replayed)
+    segments = Segments(graph, laid, assigner, segment_heads(graph, filled), replayed)
     for value in (name for name in graph.user_inputs if name is not None):
         assigner.add(assigner.slot(value, step_setting.arrival(graph.batch_dims.get(value))), -1)
     sliced = {
@@ -107,11 +107,7 @@ def _replayed(graph: LayerGraph, strategies: Mapping[str, Strategy], passes: int
                 'layers saved "keep", or use scheme "gather"'
             )
         if name not in known:
-            raise PlanError(
-                f"{name}: cannot replay its forward, as "
-                f"{why_kept(graph, name) or 'no run of layers around it has two with matrices and one result'}; give "
-                'it saved "keep"'
-            )
+            raise PlanError(f'{name}: cannot replay its forward, as {why_kept(graph, name)}; give it saved "keep"')
         found[name] = known[name]
     values = graph.values
     trained = {unit for n, unit in known.items() if any(values[out].requires_grad for out in graph.layers[n].outputs)}

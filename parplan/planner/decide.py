@@ -315,6 +315,11 @@ def _notes(case: Case, found: Found, step: Prediction) -> Sequence[str]:
             f"slices; weights are gathered for each forward{freed}. Vectors stay whole, and weights that layers share."
             f"{kept if case.cluster.home is not None else ''}"
         )
+    if plan.replayed:
+        notes.append(
+            f"Recomputation: {counted(len(plan.replayed), 'layer')} keep nothing that their unit makes for the "
+            "backward, and run forward again before it (activation checkpointing)."
+        )
     if graph.checkpoints:
         calls = counted(sum(graph.checkpoints.values()), "call")
         line = next(filter(None, graph.checkpoints), "")

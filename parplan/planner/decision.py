@@ -354,7 +354,7 @@ class BatchTried:
 
 @dataclass(frozen=True)
 class MicroBatchesTried:
-    """A number of micro-batches that was compared (`sharded`: with such state too): `step_s` and `memory_bytes` (of the
+    """A number of micro-batches compared (with `sharded` state, layers `replayed`): `step_s` and `memory_bytes` (of the
     fullest device) of its best plan, or the nearest to fitting (not `fits`); None where none fits, or is faster."""
 
     count: int
@@ -362,6 +362,7 @@ class MicroBatchesTried:
     memory_bytes: int | None
     fits: bool
     sharded: bool = False
+    replayed: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -121,7 +121,9 @@ class Normed(nn.Module):
 
 def test_layers_in_no_unit_are_refused() -> None:
     graph = capture(five(), (torch.zeros(8, 8),))
-    with pytest.raises(PlanError, match=r'^8: cannot replay its forward, as no run .*; give it saved "keep"$'):
+    with pytest.raises(
+        PlanError, match=r'^8: cannot replay its forward, as it is in no unit .*; give it saved "keep"$'
+    ):
         lowered(graph, ("8",))
     graph = capture(Normed(), (torch.zeros(8, 8),))
     with pytest.raises(PlanError, match=r"^norm: cannot replay its forward, as it writes running statistics; give it"):

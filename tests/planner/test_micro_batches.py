@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import islice, pairwise, product
+from itertools import chain, compress, islice, pairwise, product
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.repeated import units
 from parplan.graph.resized import at_batch
 from parplan.lowering.holdings import slices
 from parplan.lowering.micro_batches import combinations
@@ -92,7 +93,7 @@ def decided(graph: LayerGraph, cluster: Cluster) -> Decision:
 
 def best_of_all(graph: LayerGraph, cluster: Cluster) -> float | None:
     """The simulated step of the fastest plan that fits, of all plans in all numbers of micro-batches; and with state in
-    slices in numbers that double."""
+    slices, and units replayed, in numbers that double."""
     found, doubled = [], 1
 
     def sliced(layer: Layer, strategy: Strategy) -> bool:
@@ -104,14 +105,21 @@ def best_of_all(graph: LayerGraph, cluster: Cluster) -> float | None:
             strategies(layer, own.graph.batch or 1, cluster_blocks(cluster, True))
             for layer in own.graph.layers.values()
         ]
-        if count >= doubled:
+        less = count >= doubled
+        if less:
             doubled = 2 * count
             options = [
                 (*known, *(replace(one, state=state) for one in known if sliced(layer, one) for state in STATES[1:]))
                 for layer, known in zip(own.graph.layers.values(), options, strict=True)
             ]
-        for chosen in product(*options):
-            layers = dict(zip(own.graph.layers, chosen, strict=True))
+        known_units = units(own.graph)
+        masks = product((0, 1), repeat=len(known_units) if less else 0)
+        replayed = [dict.fromkeys(chain(*compress(known_units, mask)), "replay") for mask in masks]
+        for chosen, saved in product(product(*options), replayed):
+            layers = {
+                name: replace(one, saved=saved.get(name, "keep"))
+                for name, one in zip(own.graph.layers, chosen, strict=True)
+            }
             if fits(own.graph, cluster, own.costs, layers):
                 plan = Plan(graph.model, graph.fingerprint, graph.batch or 1, cluster.count, layers)
                 found.append(simulate(own.graph, cluster, own.costs, plan).step_s)

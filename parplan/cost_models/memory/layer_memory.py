@@ -28,8 +28,9 @@ from parplan.cost_models.ops.saved import Saved, saved_by
 from parplan.cost_models.optimizers import optimizer_memory
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer, local_shape
+from parplan.graph.repeated import unit_of, units
 from parplan.layout import IntArray
-from parplan.lowering.holdings import ALONE_BYTES, slices
+from parplan.lowering.holdings import ALONE_BYTES, makes_large_result, slices
 
 __all__ = ["MemoryModel"]
 
@@ -75,6 +76,21 @@ class MemoryModel:
         self.moments = self.ops.moments
         self._whole = Lifetimes(self.ops, self.ops.whole())
         self._index = self.ops.index
+
+    @cached_property
+    def _replayed(self) -> Lifetimes:
+        """With all units replayed: a layer does not know of others, and what units hand on is kept either way."""
+        return Lifetimes(self.ops, self.ops.whole(), unit_of(self.graph))
+
+    @cached_property
+    def _handed_on(self) -> frozenset[str]:
+        """Results that a segment makes beside other values, and what those in segments of their own are made from."""
+        alone = [layer for layer in self.graph.layers.values() if makes_large_result(self.graph, layer)]
+        results = {value for value in self.graph.user_outputs if isinstance(value, str)}
+        return frozenset(results.difference(*(layer.outputs for layer in alone)).union(*(one.inputs for one in alone)))
+
+    def _lifetimes(self, local: LocalLayer) -> Lifetimes:
+        return self._replayed if local.strategy.saved == "replay" else self._whole
 
     def layer_memory(self, local: LocalLayer) -> LayerMemory:
         """Bytes on the device that has `local`."""
@@ -143,7 +159,7 @@ class MemoryModel:
                 spans.append(_Span(term.time, (last, maxsize), nbytes))
         for position, call in enumerate(calls, ops.first[name]):
             saved, forward, back = self._saved(local, call), ops.forward(position), ops.back(position)
-            intervals = (forward, back), (forward, forward), (back, back)
+            intervals = (times.kept_from(name, forward), back), (forward, forward), (back, back)
             amounts = saved.inner_bytes, saved.forward_bytes, saved.backward_bytes
             spans += [_Span(*pair, nbytes) for pair, nbytes in zip(intervals, amounts, strict=True) if nbytes]
         return _by_points(spans)
@@ -157,15 +173,16 @@ class MemoryModel:
         yield Held(0, self.moments.end, self.taken(local, layer.buffers))
         forward, back = (at(self._index[layer.name]) for at in (self.moments.forward, self.moments.backward))
         until = dict.fromkeys(self._begun(layer), back if self.micro_batches > 1 else self.begun_until())
-        again = local.strategy.state == "gathered"
+        again, times = local.strategy.state == "gathered", self._lifetimes(local)
+        begin, _ = times.kept_from(layer.name, (back, 0))
         for name in slices(self.graph, layer, local.strategy):
-            for start, end in ((forward, forward + 1), (back, back + 1)) if again else ((forward, back + 1),):
+            for start, end in ((forward, forward + 1), (begin, back + 1)) if again else ((forward, back + 1),):
                 yield Held(start, end, self.taken(local, [name]))  # gathered
             if name in until:
                 until[name] = back
                 arrive = self.moments.in_slices(back)
                 yield Held(arrive, self.moments.end if self.micro_batches == 1 else arrive + 1, sizes[name])
-        yield from self.by_ops(local, calls, self._whole, until)
+        yield from self.by_ops(local, calls, times, until)
 
     def _begun(self, layer: Layer) -> list[str]:
         """The parameters of whose gradients a layer makes the first term."""
@@ -202,6 +219,17 @@ class MemoryModel:
         # The CPU's are kept from step to step.
         yield Held(0 if self.on_cpu else back, moments.end if self.on_cpu else moments.passed, messages_bytes)
         yield Held(moments.loss, moments.loss + 1, 2 * self.taken(local, self.delivered(layer.outputs)))
+        if local.strategy.saved == "keep":  # what is handed on, in one segment with all layers before; and its gradient
+            ends = [value for value in layer.outputs if value in self._handed_on]
+            yield Held(back + 1, moments.passed, 2 * self.taken(local, ends))
+        if local.strategy.saved == "replay":  # what its unit hands on, in one segment with the unit's first layer
+            unit = units(self.graph)[unit_of(self.graph)[layer.name]]
+            read = {value for name, other in self.graph.layers.items() if name not in unit for value in other.inputs}
+            read.update(value for value in self.graph.user_outputs if isinstance(value, str))
+            handed_on = self.taken(local, read.intersection(layer.outputs))
+            begin, _ = self._replayed.kept_from(layer.name, (back, 0))
+            for start in (begin, back + 1):
+                yield Held(start, moments.backward(self._index[unit[0]]) + 1, handed_on)
         if local.shares_statistics:  # it runs by itself, and holds its results until it has gone back
             alone = [one for one in self._whole.owned[layer.name] if one.value in layer.outputs]
             yield from (Held(one.stop[0] + 1, back + 1, self.taken(local, [one.value])) for one in alone)
@@ -257,7 +285,9 @@ class MemoryModel:
     def _saved_bytes(self, local: LocalLayer, calls: Iterable[OpCall]) -> int:
         inner = sum(saved_by(call, self.on_cpu).inner_bytes for call in calls)
         gathered = [name for name in self._gathered(local) if self._whole.keeps(local.layer.name, name)]
-        return self._nbytes(local, (*self._whole.kept[local.layer.name], *gathered)) + inner
+        times = self._lifetimes(local)
+        inner = 0 if times is not self._whole else inner
+        return self._nbytes(local, (*times.kept[local.layer.name], *gathered)) + inner
 
     def _gathered(self, local: LocalLayer) -> list[str]:
         """Inputs that this layer's shards need whole."""

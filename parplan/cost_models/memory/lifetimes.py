@@ -8,7 +8,7 @@ follow its compute steps, and the transfers between them, by the same rules.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from parplan.cost_models.costs import Moments
@@ -16,6 +16,7 @@ from parplan.cost_models.ops.op_calls import SLICES, OpCall, Operand, op_calls
 from parplan.cost_models.ops.saved import saved_by
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer
+from parplan.graph.repeated import unit_of
 from parplan.plan import Strategy
 
 __all__ = ["Lifetime", "Lifetimes", "Ops", "Segmentation", "Term", "Time"]
@@ -63,6 +64,8 @@ class Segmentation:
         slots: where a layer reads a value that was moved to it, by layer and value.
         sent_back: by layer index, (source, target) of the transfers whose gradient leaves when that layer has gone
             back; the number of layers stands for the loss.
+        known: whether segments are those of a program. Else what layers hand on is held until they have gone back
+            themselves, however long the segment is that they may be in.
     """
 
     first: Mapping[int, int]
@@ -70,6 +73,7 @@ class Segmentation:
     outputs: Sequence[str]
     slots: Mapping[tuple[str, str], str] = field(default_factory=dict)
     sent_back: Mapping[int, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    known: bool = True
 
 
 class Ops:
@@ -111,7 +115,7 @@ class Ops:
         """All layers on one device, with nothing to move."""
         outputs = {name for name in self.graph.user_outputs if isinstance(name, str) and name in self.makers}
         trained = [name for name in sorted(outputs) if self.graph.values[name].requires_grad]
-        return Segmentation(dict.fromkeys(range(len(self.order)), 0), outputs, trained)
+        return Segmentation(dict.fromkeys(range(len(self.order)), 0), outputs, trained, known=False)
 
 
 @dataclass
@@ -138,6 +142,10 @@ class _Gradient:
 class Lifetimes:
     """The lifetimes in one graph under one segmentation.
 
+    Args:
+        replayed: layers that run forward again: what they make, and others of their unit need, is dropped behind the
+            forward and made again before the unit goes back; what they read of others is kept.
+
     Attributes:
         owned: values that ops make, and gradients of values, by the layer that has them; None: by slot.
         terms: of the gradients of parameters, by layer, in the order of the backward.
@@ -148,9 +156,14 @@ class Lifetimes:
             them from the user.
     """
 
-    def __init__(self, ops: Ops, segmentation: Segmentation) -> None:
+    def __init__(self, ops: Ops, segmentation: Segmentation, replayed: Collection[str] = ()) -> None:
         self._ops = ops
         self._segments = segmentation
+        self._unit = {name: number for name, number in unit_of(ops.graph).items() if name in replayed}
+        self._units: dict[int, list[str]] = defaultdict(list)
+        for name in ops.order if self._unit else ():
+            if name in self._unit:
+                self._units[self._unit[name]].append(name)
         # Of every view: the value whose memory it shows, and the value whose gradient its own is a view of.
         self._storage: dict[str, str] = {}
         self._passed: dict[str, str] = {}
@@ -175,6 +188,17 @@ class Lifetimes:
         saved = self._ops.saved[first : first + len(self._ops.graph.layers[layer].nodes)]
         return any(self._root(name) == self._root(value) for names in saved for name in names)
 
+    def kept_from(self, layer: str, forward: Time) -> Time:
+        """When what a layer keeps inside begins: with its forward, or when it is replayed."""
+        if layer not in self._unit:
+            return forward
+        return self._ops.moments.backward(self._ops.index[self._units[self._unit[layer]][-1]]), 0
+
+    def _remade(self, root: str, layer: str) -> bool:
+        """Whether a layer reads a value that is replayed before it goes back."""
+        maker = self._maker(root)
+        return maker in self._unit and layer in self._unit and self._unit[maker] == self._unit[layer]
+
     def _slot(self, layer: str, value: str) -> str:
         return self._segments.slots.get((layer, value), value)
 
@@ -189,18 +213,24 @@ class Lifetimes:
         return self._segments.first[self._ops.index[layer]]
 
     def _done(self, layer: str) -> Time:
-        """When the segment of a layer has gone back."""
-        return self._ops.back(self._ops.first[self._ops.order[self._segment(layer)]])
+        """When the segment of a layer has gone back, or the layer where segments are not known."""
+        first = self._segment(layer) if self._segments.known else self._ops.index[layer]
+        return self._ops.back(self._ops.first[self._ops.order[first]])
 
     def _find_values(self) -> None:
-        ops, last, keeper = self._ops, dict[str, Time](), dict[str, Time]()
+        ops, last, keeper, again = self._ops, dict[str, Time](), dict[str, Time](), dict[str, Time]()
         for position, (layer, call) in enumerate(zip(ops.layers, ops.calls, strict=True)):
             for operand in call.inputs:
                 if operand.name not in ops.makers and not operand.state:
                     self.inputs.setdefault(operand.name, layer)
-                last[self._root(self._slot(layer, operand.name))] = ops.forward(position)
+                root = self._root(self._slot(layer, operand.name))
+                last[root] = ops.forward(position)
+                if layer in self._unit and not operand.state and not self._remade(root, layer):
+                    keeper[root] = max(keeper.get(root, (0, 0)), self._done(layer))
             for name in ops.saved[position]:
-                keeper.setdefault(self._root(self._slot(layer, name)), ops.back(position))
+                root = self._root(self._slot(layer, name))
+                found = again if self._remade(root, layer) else keeper
+                found[root] = max(found.get(root, (0, 0)), ops.back(position))
         for name in keeper:
             self.kept[ops.layers[ops.makers[name]] if name in ops.makers else self.inputs.get(name)].append(name)
         leaving = {self._root(name) for name in self._segments.leaving}
@@ -208,7 +238,13 @@ class Lifetimes:
             if name not in self._storage:
                 layer, start = ops.layers[position], ops.forward(position)
                 needed = max(start, last.get(name, start), keeper.get(name, start))
-                self._add(layer, name, start, self._done(layer) if name in leaving else needed)
+                handed_on = self._done(layer) if name in leaving else (0, 0)
+                if layer not in self._unit:
+                    self._add(layer, name, start, handed_on if name in leaving else needed)
+                    continue
+                self._add(layer, name, start, needed)
+                if name in leaving or name in again:
+                    self._add(layer, name, self.kept_from(layer, start), max(handed_on, again.get(name, (0, 0))))
 
     def _add(self, layer: str | None, value: str, start: Time, stop: Time) -> None:
         self.owned[layer].append(Lifetime(layer, value, start, stop))

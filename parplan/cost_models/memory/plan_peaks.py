@@ -56,7 +56,8 @@ class _Step:
         self._last: dict[int, int] = {}
         self._readers: dict[str, list[int]] = defaultdict(list)
         segmentation = self._segmentation()
-        self._lifetimes = Lifetimes(model.ops, segmentation)
+        replayed = [name for name, own in program.strategies.items() if own.saved == "replay"]
+        self._lifetimes = Lifetimes(model.ops, segmentation, replayed)
         self._hold_parameters()
         for step in program.computes:
             if step.code is not Code.STATISTICS:
@@ -201,7 +202,9 @@ class _Step:
         """Weights that are gathered before a segment goes back: put together beside their messages, then copied to
         where its graph holds them."""
         moments, first = self._moments, self._reader(transfer.target)
-        begin, nbytes = moments.backward(self._last[first]), self._nbytes(transfer.wanted)
+        ready = moments.backward(self._last[first]), 0
+        begin, _ = self._lifetimes.kept_from(self._model.ops.order[first], ready)
+        nbytes = self._nbytes(transfer.wanted)
         received = transfer.wanted.dtype.itemsize * self._spread(transfer.wanted.layout.grid, sizes.received)
         self._hold(begin - 1, begin, nbytes + np.maximum(received, nbytes))
         self._hold(begin, moments.backward(first) + 1, nbytes)

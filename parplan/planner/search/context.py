@@ -11,7 +11,7 @@ from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import Fold, fold
 from parplan.lowering.stages import stages
-from parplan.plan import STATES, Plan, Strategy
+from parplan.plan import SAVED, STATES, Plan, Strategy
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.branches import foldable, homes_of
 from parplan.planner.search_space.formulation import Formulation, formulate
@@ -78,7 +78,7 @@ class Case:
         deadline: for everything that is searched.
         uneven: replicas may have parts of the batch that differ by one sample.
         fold: repeated blocks that are planned alike.
-        states: that layers may have (plan.Strategy), as memory asks for them.
+        states, saved: that layers may have (plan.Strategy), as memory asks for them.
         steps_s: seconds of steps that were asked for, by scheme and strategies.
     """
 
@@ -91,6 +91,7 @@ class Case:
     uneven: bool = False
     fold: Fold | None = None
     states: tuple[str, ...] = STATES[:1]
+    saved: tuple[str, ...] = SAVED[:1]
     steps_s: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @staticmethod

@@ -48,7 +48,7 @@ class Formulations:
     def __init__(self, case: Case, asked: Questions) -> None:
         self.case, self.asked = case, asked
         self.costs_s = 0.0
-        known = candidates(asked, case.graph, case.cluster, False, case.uneven, case.fold, case.states)
+        known = candidates(asked, case.graph, case.cluster, False, case.uneven, case.fold, case.states, case.saved)
         given = [own.devices for own in case.request.plan.layers.values()] if case.request.plan is not None else []
         blocks = (one.devices for own in known.values() for one in own)
         self.lanes = followed(case.cluster, (*blocks, *given))
@@ -133,7 +133,7 @@ class Formulations:
         if not self._formulations:
             case.phase("costs")
         options: dict[str, Sequence[Strategy]] = candidates(
-            self.asked, case.graph, case.cluster, shape.anywhere, shape.uneven, case.fold, case.states
+            self.asked, case.graph, case.cluster, shape.anywhere, shape.uneven, case.fold, case.states, case.saved
         )
         options.update(pinned.allowed)
         given = plain(case.request.plan) if case.request.plan is not None else {}

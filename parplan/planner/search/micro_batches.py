@@ -1,10 +1,10 @@
-"""The number of micro-batches, and state in slices: where memory leaves no plan of the whole batch, or keeps it slow.
+"""Micro-batches, state in slices and recomputation: where memory leaves no plan of the whole batch, or keeps it slow.
 
 More micro-batches hold fewer activations at a time and never compute faster, as each is a smaller batch. So numbers
 that divide the batch are tried upwards, doubled until a plan fits and then those between, and no further than memory
 makes a difference: until the best plan would be no faster with all the memory it wants. Then state in slices is tried:
-weights whole from forward to backward, and gathered for each, in the whole batch and, while memory keeps plans slow, in
-micro-batches.
+weights whole from forward to backward, and gathered for each; and with these units of layers that are replayed; in the
+whole batch and, while memory keeps plans slow, in micro-batches.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from math import inf
 
 from parplan.errors import CaptureError, InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.repeated import fold
+from parplan.graph.repeated import fold, units
 from parplan.lowering.micro_batches import equal_size
-from parplan.plan import STATES
+from parplan.plan import SAVED, STATES
 from parplan.planner.decision import SHARDED, MicroBatchesTried, PricedGraph
 from parplan.planner.search.context import Case, fits, gathered_together, plain
 from parplan.planner.search.select import ANYWHERE, Found, NothingFaster, ShapeSearch
@@ -113,23 +113,43 @@ def searched(
     for count in (n for n in counts.doubled if counts.best is not None and n > counts.count):
         if not (counts.best is not None and counts.best.held_up and counts.attempt(count)):
             break
-    if counts.short:
-        for states in (STATES[:2], STATES):
-            counts.attempt(1, states=states)
+    if counts.kinds and counts.short:
+        for kind in counts.kinds:
+            counts.attempt(1, kind=kind)
             if not counts.tight:
                 break
         for count in counts.doubled[1:]:
             if not counts.tight and count > counts.count:
                 break
-            if not counts.attempt(count, states=STATES) and counts.best is not None and count > counts.count:
+            most = counts.kinds[-1]
+            if not counts.attempt(count, kind=most) and counts.best is not None and count > counts.count:
                 break
     return counts.found()
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Ways to need less memory that layers may have: states, and what is saved (plan.Strategy)."""
+
+    states: tuple[str, ...] = STATES[:1]
+    saved: tuple[str, ...] = SAVED[:1]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether state may be in slices."""
+        return len(self.states) > 1
+
+    @property
+    def replayed(self) -> bool:
+        """Whether layers may be replayed."""
+        return len(self.saved) > 1
 
 
 class _Counts:
     """The numbers of micro-batches that are compared, and the best plan so far.
 
     Attributes:
+        kinds: what is tried beside replicated state with everything kept, each with the ways of the one before.
         every, doubled: numbers that may be tried, and those of them that at least double the one before.
         why: the reason for which there can be no more than one micro-batch, once more were asked for.
     """
@@ -143,11 +163,15 @@ class _Counts:
         self._case, self._questions = case, questions
         self._micro_batched = None if given else micro_batched
         self._whole = case.costs.step.micro_batches  # counted as one: more where so many are asked for
-        self._any_state = not given and case.cluster.home is None and case.cluster.count > 1
+        # One process keeps the weights of all its devices whole, and their optimizer's state.
+        sliced = case.cluster.home is None and case.cluster.count > 1
+        states = [_Kind(STATES[:2]), _Kind(STATES)] if sliced else []
+        replayed = [_Kind(STATES if sliced else STATES[:1], SAVED)] if units(case.graph) else []
+        self.kinds = [] if given else [*states, *replayed]
         self._searches: dict[int, ShapeSearch] = {}
         self._nearest: Searched | None = None  # the plan of the whole batch that lacks least
         self._error: InfeasiblePlan | None = None
-        self._tried: dict[tuple[int, bool], MicroBatchesTried] = {}
+        self._tried: dict[tuple[int, bool, bool], MicroBatchesTried] = {}
         self._bounds_s: dict[int, float] = {}  # by numbers of which no plan was found to fit, nor proven not to
         self.best: Searched | None = None
         self.why = ""
@@ -164,55 +188,55 @@ class _Counts:
 
     @property
     def short(self) -> bool:
-        """Whether memory leaves no plan of the whole batch with replicated state, or keeps it slow.
-
-        One process keeps the weights of all its devices whole, and their optimizer's state.
-        """
-        return self._any_state and (self.count > 1 or self.tight)
+        """Whether memory leaves no plan of the whole batch with replicated state, or keeps it slow."""
+        return self.count > 1 or self.tight
 
     @property
     def tight(self) -> bool:
         """Whether no plan was found to fit, or memory keeps the best one slow."""
         return self.best is None or self.best.held_up
 
-    def attempt(self, count: int, alike: bool = True, states: tuple[str, ...] = STATES[:1]) -> bool:
+    def attempt(self, count: int, alike: bool = True, kind: _Kind = _Kind()) -> bool:
         """Whether a plan of so many micro-batches fits and is faster than the best one.
 
         Args:
             alike: with equal blocks alike, where they may be; False: apart, where that was not tried.
-            states: that layers may have.
+            kind: what layers may have.
         """
-        sharded, several = len(states) > 1, count * self._whole
+        key, several = (count, kind.sharded, kind.replayed), count * self._whole
         below_s = self.best.fastest_s if self.best is not None else inf
         try:
-            search = self._search(count, alike, states)
+            search = self._search(count, alike, kind)
             if search is None:
                 return False
             own = Searched(search, search.best(search.asked.whole, below_s=below_s))
         except InfeasiblePlan as reason:
             self._error = reason
             fits_slower = isinstance(reason, NothingFaster)
-            known = self._tried.get((count, sharded))
+            known = self._tried.get(key)
             if known is None or not known.fits:  # else of fewer states
-                self._tried[count, sharded] = MicroBatchesTried(several, None, None, fits_slower, sharded)
+                self._tried[key] = MicroBatchesTried(several, None, None, fits_slower, *key[1:])
             if fits_slower:
                 self._bounds_s.pop(count, None)
             return False
         step_s, memory_bytes = own.found.proof.objective, max(_peaks(own))
-        self._tried[count, sharded] = MicroBatchesTried(several, step_s, memory_bytes, own.fits, sharded)
+        ways = bool(own.found.plan.sharded), bool(own.found.plan.replayed)
+        self._tried[key] = MicroBatchesTried(several, step_s, memory_bytes, own.fits, *ways)
+        if key[1:] != ways and own.fits and own.fastest_s >= below_s:  # the best plan of another kind again
+            self._tried[key] = MicroBatchesTried(several, None, None, True, *key[1:])
         if own.fits and own.fastest_s < below_s:
             self.best = own
         elif count == 1:
             self._nearest = own  # in slices, where those were tried
-        # Plans with sharded state are those with replicated state and more.
+        # Plans of a kind are those of the one before and more.
         self._bounds_s.pop(count, None)
         if not own.fits:
             self._bounds_s[count] = own.found.proof.bound
         return self.best is own
 
-    def _search(self, count: int, alike: bool, states: tuple[str, ...]) -> ShapeSearch | None:
+    def _search(self, count: int, alike: bool, kind: _Kind) -> ShapeSearch | None:
         """The search over the plans of so many micro-batches; None where there are none, or none more."""
-        case = replace(self._case, states=states, steps_s={})
+        case = replace(self._case, states=kind.states, saved=kind.saved, steps_s={})
         if count > 1:
             assert self._micro_batched is not None
             try:
@@ -248,7 +272,7 @@ class _Counts:
             InfeasiblePlan: there is none.
         """
         why_whole = f"\n  it cannot be cut into micro-batches: {self.why}" if self.why else ""
-        best, most = self.best or self._nearest, max((count for count, _ in self._tried), default=1)
+        best, most = self.best or self._nearest, max((count for count, *_ in self._tried), default=1)
         if best is None:
             assert self._error is not None
             more = f"\n  this is of {most} micro-batches; fewer need more memory" if most > 1 else ""
@@ -260,7 +284,7 @@ class _Counts:
             gap = 1 - bound_s / proof.objective
             status = (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value
             proof = replace(proof, bound=bound_s, gap=gap, status=status)
-        if any(sharded for _, sharded in self._tried):
+        if any(sharded for _, sharded, _ in self._tried):
             proof = replace(proof, covered=(*proof.covered, SHARDED))
         best = replace(best, found=replace(best.found, proof=proof), why_whole=why_whole)
         return replace(best, tried=tried if len(tried) > 1 else ())

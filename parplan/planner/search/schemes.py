@@ -109,7 +109,7 @@ def shapes(
     }
     if Scheme.GATHER in schemes and periods <= {1}:
         yield Shape(lanes=lanes)
-    if case.costs.step.micro_batches > 1 or len(case.states) > 1:
+    if case.costs.step.micro_batches > 1 or len(case.states) > 1 or len(case.saved) > 1:
         return  # passes are parts of the batch as well, and weights are gathered once
     given = case.request.plan
     for scheme in IN_PASSES if count > 1 or given is not None else ():
@@ -161,7 +161,7 @@ def scheme_prices(case: Case, plan: Plan, memory_bytes: int, pinned: Pinned) -> 
         pinned: may ask for passes.
     """
     graph = case.graph
-    if plan.micro_batches > 1 or plan.sharded:
+    if plan.micro_batches > 1 or plan.sharded or plan.replayed:
         return None
     if all(other is not None and other.scheme is Scheme.GATHER for other in (under(plan, graph, s) for s in Scheme)):
         return None

@@ -28,17 +28,17 @@ from parplan.cluster import Cluster
 from parplan.cost_models.communication.schemes import broadcast_stops
 from parplan.cost_models.costs import CostModel, TransferMatrix
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.repeated import Fold
+from parplan.graph.repeated import Fold, units
 from parplan.layout import Layout
 from parplan.lowering.stages import Stage
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme
-from parplan.planner.search_space.options import Option
+from parplan.planner.search_space.options import NodeParts, Option
 from parplan.planner.search_space.shape import Choice, Shape
-from parplan.planner.search_space.step_time import EdgeParts, NodeParts
+from parplan.planner.search_space.step_time import EdgeParts
 from parplan.planner.solver.problem import FloatArray
 
-__all__ = ["TransferReuse", "delivery_layout", "edge_parts", "equal", "reuses"]
+__all__ = ["TransferReuse", "delivery_layout", "edge_parts", "equal", "reuses", "ties"]
 
 MOST_COMBINATIONS = 4096
 """Combinations of the options of a value's readers up to which each may reuse the transfer of any earlier one: with
@@ -386,3 +386,39 @@ def _reads(
                 yield Read(value, v, wants, groups, place[first] if first != name else None)
     for value in delivered(graph):
         yield Read(value, len(names), [(delivery_layout(graph, cluster, value), False)], [None])
+
+
+def ties(
+    graph: LayerGraph,
+    fold: Fold | None,
+    layers: Mapping[str, int],
+    place: Mapping[str, int],
+    options: Sequence[Sequence[Option]],
+) -> list[EdgeParts]:
+    """Edges by which layers decide alike.
+
+    Copies of a layer in repeated blocks have the same strategy, all but those of the first block in the same role: what
+    begins the passes may be in the first block. The layers of a unit are all replayed or all kept, where any may be
+    either: of a part of them little is dropped.
+    """
+    found = []
+    for alike in fold.alike if fold is not None else ():
+        for first, (one, other) in zip((True, False), pairwise(place[name] for name in alike), strict=True):
+            known, again = (
+                [(o.strategy, o.placement, None if first else o.role) for o in options[v]] for v in (one, other)
+            )
+            found.append(_tie(one, other, known, again))
+    saved = [[own.strategy.saved for own in known] for known in options]
+    for unit in units(graph):
+        members = dict.fromkeys(layers[name] for name in unit)
+        for one, other in pairwise(members):
+            if len({*saved[one]}) + len({*saved[other]}) > 2:
+                found.append(_tie(one, other, saved[one], saved[other]))
+    return found
+
+
+def _tie(one: int, other: int, known: Sequence[Hashable], again: Sequence[Hashable]) -> EdgeParts:
+    """An edge that allows equal decisions of two nodes alone, and takes no time."""
+    same = np.where(equal(known, again), 0.0, np.inf)
+    zero = np.zeros_like(same)
+    return EdgeParts(one, other, same, (zero, zero))

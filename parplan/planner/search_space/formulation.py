@@ -20,14 +20,14 @@ import numpy as np
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel, Moments
 from parplan.graph.layer_graph import Layer, LayerGraph
-from parplan.graph.repeated import Fold
+from parplan.graph.repeated import Fold, units
 from parplan.lowering.stages import Stage
 from parplan.plan import Strategy
 from parplan.planner.search_space.any_block import folded
-from parplan.planner.search_space.edges import TransferReuse, edge_parts, equal, reuses
-from parplan.planner.search_space.options import Option, arrival_s, node_parts, priced_option
+from parplan.planner.search_space.edges import TransferReuse, edge_parts, equal, reuses, ties
+from parplan.planner.search_space.options import NodeParts, Option, arrival_s, node_parts, priced_option
 from parplan.planner.search_space.shape import ONE_PASS, Choice, Placement, Shape, choices, role_rows
-from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
+from parplan.planner.search_space.step_time import EdgeParts, StepParts, assembled
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
 __all__ = ["Formulation", "InfeasibleShape", "formulate", "reassembled"]
@@ -170,11 +170,11 @@ def formulate(
         inside = frozenset(place[name] for name in shape.inside)
         own_parts, edges, least = folded(own_parts, edges, _forms(options, reused.values()), cluster.count, inside)
         options = [tuple(own[k] for k in some) for own, some in zip(options, least, strict=False)]
-    edges += _ties(fold, place, options) if fold is not None else []
+    edges += ties(graph, fold, layers, place, options)
     edges += _reuse_ties(fold, graph, place, reused, own_parts, shape) if fold is not None else []
     _check_far(far_s, own_parts)
-    hidden = min(1.0, max(0.0, costs.step.overlap))
-    parts = StepParts(own_parts, edges, shape, hidden, phases, far_s, len(names) + 1, between, costs.step.micro_batches)
+    times = costs.step.micro_batches, _replayed(graph, layers, own_parts, phases)
+    parts = StepParts(own_parts, edges, shape, costs.step.hidden, phases, far_s, len(names) + 1, between, *times)
     # The devices that are followed hold at least as much as any other of their kind.
     lanes = () if shape.average else shape.lanes
     node_s, edge_s, maxima = assembled(parts)
@@ -326,21 +326,6 @@ def _counted_often(
     return nodes, options
 
 
-def _ties(fold: Fold, place: Mapping[str, int], options: Sequence[Sequence[Option]]) -> list[EdgeParts]:
-    """Edges by which layers that are alike have the same strategy, all but those of the first block in the same role.
-
-    What begins the passes may be in the first block.
-    """
-    ties = []
-    for alike in fold.alike:
-        for first, ends in zip((True, False), pairwise(place[name] for name in alike), strict=True):
-            known, again = ([(o.strategy, o.placement, None if first else o.role) for o in options[v]] for v in ends)
-            same = np.where(equal(known, again), 0.0, np.inf)
-            zero = np.zeros_like(same)
-            ties.append(EdgeParts(*ends, same, (zero, zero)))
-    return ties
-
-
 def _gathered_together(
     fold: Fold | None, graph: LayerGraph, place: Mapping[str, int], nodes: Sequence[NodeParts]
 ) -> list[Linear]:
@@ -376,6 +361,22 @@ def _reuse_ties(
                 zero = np.zeros_like(same)
                 ties.append(EdgeParts(own.node, again.node, same, (zero, zero)))
     return ties
+
+
+def _replayed(
+    graph: LayerGraph, layers: Mapping[str, int], nodes: Sequence[NodeParts], phases: Sequence[Sequence[Sequence[int]]]
+) -> dict[int, tuple[int, ...]]:
+    """The nodes that are replayed before a node goes back: those of its unit, before the last of them; of a unit with
+    branches that may run at the same time, each where it goes back itself."""
+    branching = {v for phase in phases for branch in phase for v in branch}
+    found: dict[int, tuple[int, ...]] = {}
+    for unit in units(graph):
+        replayed = dict.fromkeys(v for v in map(layers.__getitem__, unit) if nodes[v].replays.any())
+        if branching.isdisjoint(replayed):
+            found |= {max(replayed): tuple(replayed)} if replayed else {}
+        else:
+            found |= {v: (v,) for v in replayed}
+    return found
 
 
 def _placements(

@@ -16,9 +16,10 @@ from parplan.errors import PinError, RuleError
 from parplan.graph.axes.table import unknown_ops
 from parplan.graph.kinds import is_split_off
 from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.repeated import unit_of, why_kept
 from parplan.graph.sites import why_whole
 from parplan.pins import Pin
-from parplan.plan import STATES, Strategy
+from parplan.plan import SAVED, STATES, Strategy
 from parplan.planner.search_space.rules import divisors, r1_batch, r5_axis, r6_devices, r7_loss
 from parplan.planner.search_space.strategies import batch_units, cluster_blocks, spreads
 
@@ -45,6 +46,7 @@ class LayerPin:
     devices: tuple[int, ...] | None = None
     update_period: int | None = None
     state: str | None = None
+    saved: str | None = None
     by: Mapping[str, Pin] = field(default_factory=dict)
     inherited: str | None = None
 
@@ -108,11 +110,15 @@ def pinned(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster, strict: boo
     """
     for one in pins:
         _check(one, graph, cluster)
-    layers = _inherit({name: _combined(pins, graph.layers[name]) for name in graph.layers}, graph)
+    units = unit_of(graph)
+    layers = _inherit({name: _combined(pins, layer, name in units) for name, layer in graph.layers.items()}, graph)
     said = {name: pin for name, pin in layers.items() if pin != LayerPin()}
     blocks = pinned_blocks(cluster, pins)
     batch = graph.batch or 1
-    allowed = {name: _allowed(graph.layers[name], batch, pin, blocks, cluster, strict) for name, pin in said.items()}
+    allowed = {
+        name: _allowed(graph.layers[name], batch, pin, blocks, cluster, strict, name in units)
+        for name, pin in said.items()
+    }
     return Pinned(tuple(pins), said, allowed)
 
 
@@ -150,6 +156,9 @@ def _check(pin: Pin, graph: LayerGraph, cluster: Cluster) -> None:
         except RuleError as error:
             more = f"; plan for {max(pin.devices) + 1} devices or more" if max(pin.devices) >= cluster.count else ""
             raise PinError(f"pin {named([pin])}: {error}{more}") from error
+    if pin.saved == "replay" and not any(layer.name in unit_of(graph) for layer in matched):
+        why = why_kept(graph, matched[0].name)
+        raise PinError(f"pin {named([pin])}: {matched[0].name} cannot be replayed: {why}; leave out the pin")
     if pin.update_period is not None:
         first = next((layer.name for layer in matched if layer.parameters), None)
         if first is None:
@@ -160,12 +169,13 @@ def _check(pin: Pin, graph: LayerGraph, cluster: Cluster) -> None:
             raise PinError(f"pin {named([pin])}: {first}: {passes}, {text} (R8)")
 
 
-def _combined(pins: Sequence[Pin], layer: Layer) -> LayerPin:
+def _combined(pins: Sequence[Pin], layer: Layer, in_unit: bool) -> LayerPin:
     """All pins on one layer; a later `shards:1` takes back an earlier axis, and a later axis an earlier `shards:1`.
 
-    Update periods and state are for layers with weights.
+    Update periods and state are for layers with weights, and what is saved for those that can be replayed.
     """
-    fields = [name for name in FIELDS if layer.parameters or name not in ("update_period", "state")]
+    without = ("saved",) * (not in_unit) + ("update_period", "state") * (not layer.parameters)
+    fields = [name for name in FIELDS if name not in without]
     found: dict[str, int | str | tuple[int, ...]] = {}
     by: dict[str, Pin] = {}
     for pin in pins:
@@ -195,7 +205,13 @@ def _inherit(layers: Mapping[str, LayerPin], graph: LayerGraph) -> dict[str, Lay
 
 
 def _allowed(
-    layer: Layer, batch: int, pin: LayerPin, blocks: Sequence[tuple[int, ...]], cluster: Cluster, strict: bool
+    layer: Layer,
+    batch: int,
+    pin: LayerPin,
+    blocks: Sequence[tuple[int, ...]],
+    cluster: Cluster,
+    strict: bool,
+    in_unit: bool,
 ) -> tuple[Strategy, ...]:
     """The strategies a layer is left with.
 
@@ -207,8 +223,10 @@ def _allowed(
     axes = [pin.axis] if pin.axis else [axis.name for axis in layer.axes]
     for places, bends in product(_places(pin, blocks), bent):
         states = STATES if pin.state is None else [pin.state]
+        saved = [pin.saved] if pin.saved is not None else SAVED if in_unit else SAVED[:1]
         shapes = [
-            replace(shape, state=state) for place in places for shape in spreads(place, axes) for state in states
+            replace(shape, state=state, saved=kept)
+            for place in places for shape in spreads(place, axes) for state in states for kept in saved
             if pin.replicas in (None, shape.replicas) and pin.shards in (None, shape.shards)
             and pin.axis in (None, shape.axis)
         ]  # fmt: skip

@@ -16,10 +16,10 @@ import numpy as np
 from parplan.cluster import Cluster
 from parplan.errors import InfeasiblePlan, PinError
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.repeated import Fold
+from parplan.graph.repeated import Fold, unit_of
 from parplan.lowering.holdings import slices
 from parplan.pins import Pin
-from parplan.plan import STATES, Strategy
+from parplan.plan import SAVED, STATES, Strategy
 from parplan.planner.decision import PinPrice, Pins
 from parplan.planner.search_space.any_block import Within
 from parplan.planner.search_space.formulation import Formulation
@@ -137,11 +137,13 @@ def candidates(
     uneven: bool = False,
     fold: Fold | None = None,
     states: Collection[str] = STATES[:1],
+    saved: Collection[str] = SAVED[:1],
 ) -> dict[str, Sequence[Strategy]]:
     """Every strategy that some question allows, per layer, each once; with a fold, of layers that stand for others.
 
     Args:
         states: of which others than "replicated" count where they change anything; else only where they are pinned.
+        saved: of which "replay" counts for layers of units; else only in those of which a layer is pinned so.
     """
     blocks = pinned_blocks(cluster, questions.whole.pins, everywhere)
     batch = graph.batch or 1
@@ -152,16 +154,20 @@ def candidates(
         leader = first.get(name, name)
         known = free.get(leader)
         free[name] = strategies(graph.layers[name], batch, blocks, uneven=uneven) if known is None else known
-    every = [questions.whole, *questions.parts.values()]
+    every, units = [questions.whole, *questions.parts.values()], unit_of(graph)
+    pinned_units = {units[name] for pins in every for name, pin in pins.layers.items() if pin.saved == "replay"}
     found: dict[str, Sequence[Strategy]] = {}
     for name, own in free.items():
         layer, said = graph.layers[name], [pins for pins in every if name in pins.allowed]
-        known = [replace(one, state=state) for state in states for one in own]
+        again = name in units and ("replay" in saved or units[name] in pinned_units)
+        keeps = SAVED if again else SAVED[:1]
+        known = [replace(one, state=state, saved=kept) for state in states for kept in keeps for one in own]
         known += [one for pins in said for one in pins.allowed[name]]
         pinned_state = any(pins.layers[name].state is not None for pins in said)
         found[name] = tuple(
             one for one in dict.fromkeys(known)
-            if one.state == "replicated" or pinned_state or (one.state in states and slices(graph, layer, one))
+            if one.saved in keeps
+            and (one.state == "replicated" or pinned_state or (one.state in states and slices(graph, layer, one)))
         )  # fmt: skip
     return found
 

@@ -103,8 +103,8 @@ def choices(graph: LayerGraph, layer: Layer, strategies_: Sequence[Strategy], sh
         return tuple(serial)
     apart, found = keeps_apart(layer), list[Choice]()
     for strategy in strategies_:
-        if strategy.state != "replicated":
-            continue  # weights are gathered for one pass
+        if strategy.state != "replicated" or strategy.saved != "keep":
+            continue  # weights are gathered, and layers replayed, for one pass
         if apart and not shape.min_replicas <= strategy.replicas <= shape.max_replicas:
             continue
         roles = [Stage.BEFORE] if not apart or strategy.replicas == shape.max_replicas else []

@@ -8,6 +8,7 @@ from functools import partial
 from parplan.errors import PlanError, RuleError
 from parplan.graph.axes.table import unknown_ops
 from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.repeated import why_kept
 from parplan.graph.sites import why_whole
 from parplan.lowering.micro_batches import check_micro_batches
 from parplan.lowering.stages import stages
@@ -49,6 +50,14 @@ def check(plan: Plan, graph: LayerGraph) -> None:
             f"{plan.sharded[0]}: {plan.layers[plan.sharded[0]].state} state is for steps in one pass, and the plan has "
             f'{passes}; give its layers state "replicated", or use scheme "gather"'
         )
+    if plan.replayed and passes > 1:
+        raise PlanError(
+            f"{plan.replayed[0]}: layers are replayed in steps of one pass, and the plan has {passes}; leave out "
+            f'"saved": "replay", or use scheme "gather"'
+        )
+    for name in plan.replayed:
+        if why := why_kept(graph, name):
+            raise PlanError(f'{name}: it cannot be replayed: {why}; leave out "saved": "replay"')
     for name, strategy in plan.layers.items():
         layer = graph.layers[name]
         rules.r6_devices(name, strategy.replicas, strategy.shards, strategy.devices, plan.devices)

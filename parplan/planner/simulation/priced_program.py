@@ -141,7 +141,7 @@ def priced(graph: LayerGraph, program: Program, costs: CostModel, policy: PassPo
         own = charges(costs, graph.layers[name], replace(strategy, update_period=None), runs)
         return LayerWork(name, runs, strategy.devices, strategy.update_period or passes, own)
 
-    hidden = min(1.0, max(0.0, costs.step.overlap)) if policy.prefetch else 0.0
+    hidden = costs.step.hidden if policy.prefetch else 0.0
     layers, moves = {name: work(name) for name in graph.layers}, _moves(graph, program, costs, passes, policy)
     return PricedProgram(program, layers, moves, costs.step.overhead_s, hidden, policy)
 

@@ -209,7 +209,10 @@ class _StepTasks:
         ahead = kind is Kind.FORWARD
         slots = self._values if ahead else self._gradients
         for step in steps:
-            if isinstance(step, Reduce | Regather | Replay):
+            if isinstance(step, Replay):
+                self.replay(step)
+                continue
+            if isinstance(step, Reduce | Regather):
                 continue  # with the layers whose gradients, or weights, they are
             if isinstance(step, Compute):
                 ends = step.reads, [result.slot for result in step.results]
@@ -245,10 +248,11 @@ class _StepTasks:
             cost = layer.cost
             gather_s, seconds = cost.gather_s, cost.forward_s
             if kind is Kind.BACKWARD:
-                gather_s, seconds = cost.regather_s, cost.backward_s
+                gather_s, seconds = cost.regather_s if step.unit is None else 0.0, cost.backward_s
             for device in devices:
                 tasks: Iterable[int] = (own[device],) if device in own else after[device]
-                if number is not None:  # in the program's order, as a stream serves them
+                # In the program's order, as a stream serves them: in passes, and behind what is replayed.
+                if number is not None or (kind is Kind.BACKWARD and step.unit is not None):
                     tasks = (*tasks, *self._computed.get(device, ()))
                 lanes = _lane(Lane.COMPUTE, (device,))
                 if gather_s > 0:  # by the same links as sums, behind them
@@ -260,6 +264,17 @@ class _StepTasks:
         if number is not None:
             self._of_pass[kind, number] += own.values()
         return own
+
+    def replay(self, step: Replay) -> None:
+        """The layers of a unit forward again on each device, behind the gathers of their weights."""
+        layers = [self.priced.layers[name] for one in step.steps for name in one.layers]
+        gathers = [(Kind.TRANSFER, layer, layer.cost.regather_s) for layer in layers if layer.cost.regather_s > 0]
+        for kind, layer, seconds in (*gathers, *((Kind.FORWARD, layer, layer.cost.replay_s) for layer in layers)):
+            for device in layer.devices:
+                lanes, after = _lane(Lane.COMPUTE, (device,)), self._computed.get(device, ())
+                if kind is Kind.TRANSFER:  # by the same links as sums, behind them
+                    lanes = (*lanes, *_lane(Lane.SUMS, (device,)))
+                self.add(kind, layer.name, seconds, lanes, after, None, (device,))
 
     def sum(self, layer: LayerWork, own: dict[int, int], number: int | None) -> None:
         """Sum a layer's gradients: what that takes from compute, then the rest beside it."""

@@ -43,12 +43,13 @@ def print_micro_batches(page: Page, decision: Decision) -> None:
         step = times.text(one.step_s) if one.step_s is not None and one.fits else ""
         memory = "" if one.memory_bytes is None else sizes.text(one.memory_bytes)
         figures = (
-            f"{one.count}{', sharded state' * one.sharded}",
+            f"{one.count}{', sharded state' * one.sharded}{', recomputation' * one.replayed}",
             f"{decision.plan.batch // one.count:,}",
             step,
             memory,
         )
-        if one.count == decision.plan.micro_batches and one.sharded == bool(decision.plan.sharded):
+        ways = bool(decision.plan.sharded), bool(decision.plan.replayed)
+        if (one.count, one.sharded, one.replayed) == (decision.plan.micro_batches, *ways):
             return TableRow("", figures, [Styled("chosen", "bold green")], "bold")
         nearest = "no plan fits" if one.memory_bytes is None else "does not fit"
         remark = (

@@ -103,7 +103,8 @@ def _use(decision: Decision) -> str:
     where = f" on {used if used < count else 'all ' + str(used)} devices"
     several = decision.plan.micro_batches
     parts = f" in {several} micro-batches" if several > 1 else ""
-    parts += " with sharded state" if decision.plan.sharded else ""
+    less = ["sharded state"] * bool(decision.plan.sharded) + ["recomputation"] * bool(decision.plan.replayed)
+    parts += f" with {' and '.join(less)}" if less else ""
     if same is None:
         return f"this plan{where if used > 1 else ' on one device' if count > 1 else ''}{parts}, {kind}"
     if used == 1:

@@ -200,7 +200,7 @@ def test_inputs_written_before_the_backward_are_refused() -> None:
 
 def test_a_layer_in_no_unit_is_refused() -> None:
     rule = planner(lambda layer: Strategy(saved="replay"), 1)
-    with pytest.raises(PlanError, match=r"net\.4: cannot replay its forward, as no run of layers"):
+    with pytest.raises(PlanError, match=r"net\.4: cannot replay its forward, as it is in no unit"):
         Compiled(Rows(), rule, devices=["cpu"])(torch.randn(4, 8).double())
 
 
