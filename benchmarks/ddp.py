@@ -17,6 +17,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from examples.alexnet import AlexNet
 from parplan.graph.layer_graph import Layer, LayerGraph
@@ -90,6 +92,44 @@ def by_fully_shard(net: nn.Module, freed: bool = False) -> nn.Module:
 FREED = partial(by_fully_shard, freed=True)
 
 
+class Residual(nn.Module):
+    """Two wide layers beside the identity, (N, 512) to the same; by `torch.utils.checkpoint` if so set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+        self.checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of both."""
+        made: Tensor = checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+        return x + made
+
+
+def residuals() -> nn.Module:
+    """Six residual blocks: images to (N, 10)."""
+    blocks = nn.Sequential(*(Residual() for _ in range(6)))
+    return nn.Sequential(
+        OrderedDict(cut=nn.Flatten(), first=nn.Linear(768, 512), blocks=blocks, last=nn.Linear(512, 10))
+    )
+
+
+def checkpointed(net: nn.Module, shard: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Every residual block computed again in the backward, then shared by `shard`."""
+    for block in net.modules():
+        if isinstance(block, Residual):
+            block.checkpointed = True
+    return shard(net)
+
+
+def replayed(state: str) -> Callable[[Layer, int], Strategy]:
+    """Data parallel with residual blocks replayed."""
+    rule = in_slices(state)
+    return lambda layer, devices: replace(
+        rule(layer, devices), saved="replay" if layer.name.startswith("blocks.") else "keep"
+    )
+
+
 def hybrid(layer: Layer, devices: int) -> Strategy:
     """Convolutions on every process, fully-connected layers in slices, one on each."""
     axis = CUTS.get(layer.name, "features" if layer.name in BETWEEN else None)
@@ -135,6 +175,28 @@ CASES = (
     Case("alexnet", "sharded state", AlexNet, in_slices("sharded"), 8, 224, 1000, 1, rival=by_fully_shard),
     Case("mlp", "gathered state", mlp, in_slices("gathered"), 64, 16, 10, 5, rival=FREED),
     Case("alexnet", "gathered state", AlexNet, in_slices("gathered"), 8, 224, 1000, 1, rival=FREED),
+    Case(
+        "residuals",
+        "recomputation",
+        residuals,
+        replayed("replicated"),
+        256,
+        16,
+        10,
+        3,
+        rival=partial(checkpointed, shard=DistributedDataParallel),
+    ),
+    Case(
+        "residuals",
+        "recomputation, gathered state",
+        residuals,
+        replayed("gathered"),
+        256,
+        16,
+        10,
+        3,
+        rival=partial(checkpointed, shard=FREED),
+    ),
     Case(
         "alexnet",
         "gathered state, 4 parts",

@@ -27,6 +27,7 @@ from benchmarks.memory_networks import NETWORKS, Network
 from parplan.cost_models.memory.layer_memory import MemoryModel
 from parplan.cost_models.memory.plan_peaks import memory_over_step
 from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.repeated import unit_of
 from parplan.graph.resized import at_batch
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
@@ -66,9 +67,23 @@ def in_slices(state: str) -> Rule:
     return lambda graph, layer, devices: replace(data_parallel(graph, layer, devices), state=state)
 
 
+def replayed(state: str) -> Rule:
+    """Data parallel with every unit replayed."""
+
+    def rule(graph: LayerGraph, layer: Layer, devices: int) -> Strategy:
+        saved = "replay" if layer.name in unit_of(graph) else "keep"
+        return replace(in_slices(state)(graph, layer, devices), saved=saved)
+
+    return rule
+
+
 MICRO_BATCHES = 4
 
 SLICES: dict[str, Rule] = {f"{state} state": in_slices(state) for state in STATES[1:]}
+
+REPLAYED: dict[str, Rule] = {
+    "replayed": replayed("replicated"), "gathered state, replayed": replayed("gathered"),
+}  # fmt: skip
 
 PLANS: dict[str, Rule] = {"data-parallel": data_parallel, "sharded": sharded, "hybrid": hybrid}
 
@@ -115,6 +130,8 @@ def cases(devices: int, only: str = "") -> list[Case]:
     kinds = [("one device", name) for name in OPTIMIZERS] if devices == 1 else list(zip(PLANS, OPTIMIZERS, strict=True))
     every = [Case(net, plan, optimizer, devices) for net in NETWORKS for plan, optimizer in kinds]
     every += [Case(net, plan, "adam", devices) for net in NETWORKS for plan in SLICES if devices > 1]
+    again = list(REPLAYED)[: min(devices, 2)]
+    every += [Case(net, plan, "adam", devices) for net in NETWORKS for plan in again]
     plans = ["one device"] if devices == 1 else [*PLANS, *SLICES]
     normed = {net.name for net in NETWORKS if any(isinstance(m, nn.BatchNorm2d) for m in net.build().modules())}
     every += [
@@ -141,7 +158,7 @@ def peaks(case: Case) -> Peaks:
     predicted: list[int] = []
 
     def planner(graph: LayerGraph) -> Plan:
-        rule = {**PLANS, **SLICES}.get(case.plan, data_parallel)
+        rule = {**PLANS, **SLICES, **REPLAYED}.get(case.plan, data_parallel)
         chosen = {name: rule(graph, layer, case.devices) for name, layer in graph.layers.items()}
         small = at_batch(graph, (graph.batch or 1) // case.micro_batches)
         program = lower(small, chosen, StepSetting.per_process(case.devices, small.batch or 1))
