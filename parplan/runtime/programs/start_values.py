@@ -1,0 +1,345 @@
+"""Values of parameters and buffers on torch's meta device: made module by module, of which each process keeps its part.
+
+Modules come in the order of `module.modules()`. Each process makes all values of one module in the host's memory, by
+the module's own `reset_parameters()` (the convention of FullyShardedDataParallel) and from one seed, keeps its blocks
+and frees the rest before the next module. So values do not depend on plans or processes, and starting takes the memory
+of the plan and of one module.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from parplan.compat import without_modes
+from parplan.errors import CheckpointError, ModelError, RuntimeFailure
+from parplan.layout import shape_of
+from parplan.runtime.compat import become, without_weak_references, writes
+from parplan.runtime.preserve_state import preserved_generators
+from parplan.runtime.sharded_state.block_placement import Placement
+from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
+from parplan.runtime.transport.base import Transport
+
+__all__ = ["NO_VALUES", "StartValues", "Weights", "with_memory"]
+
+Initialise = Callable[[nn.Module], object]
+Weights = Mapping[str, Tensor] | str | os.PathLike[str]
+
+NO_VALUES = (
+    "the model is on the meta device and has no values yet; call prepare(inputs) first, on all processes, or compile "
+    "it with example inputs; saved values are given as compile(weights=)"
+)
+
+# Whole numbers as long as an element: their sum has no rounding, so that processes can compare it.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Tensors by the model's names; those of a folder, which has them under a prefix, are without values."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    folder: Path | None = None
+    prefix: str = ""
+
+    def by_tensor(self, module: nn.Module) -> dict[int, tuple[str, Tensor]]:
+        """Name and value by the identity of the module's own tensor; a tied one may be saved under any of its names."""
+        known = self.tensors
+        return {id(tensor): (name, known[name]) for name, tensor in _named(module) if name in known}
+
+
+@dataclass(frozen=True)
+class StartValues:
+    """The source of the values that a module's meta tensors start with.
+
+    Args:
+        seed: of the values; the first process's counts.
+        initialise: called with a module after its `reset_parameters()`, or in its place where it has none.
+        saved: values that come before both.
+    """
+
+    seed: int
+    initialise: Initialise | None = None
+    saved: _Saved = field(default_factory=_Saved)
+
+    @staticmethod
+    def of(
+        module: nn.Module,
+        initialise: Initialise | None = None,
+        weights: Weights | None = None,
+        seed: int | None = None,
+    ) -> StartValues | None:
+        """The start values of a module; None where it has no meta tensors.
+
+        Args:
+            weights: a state of the model by name, a file of it, or a folder of torch.distributed.checkpoint.
+            seed: default: drawn from torch's generator.
+
+        Raises:
+            ModelError: a module cannot give its tensors values, or there is nothing to give values to.
+            CheckpointError: the weights are not those of this model.
+        """
+        if not any(tensor.is_meta for _, tensor in _named(module)):
+            given = {"initialise": initialise, "weights": weights}
+            if named := ", ".join(name for name, value in given.items() if value is not None):
+                raise ModelError(
+                    f"{named} is for tensors on the meta device, and {type(module).__name__} has none; make it under "
+                    'torch.device("meta"), or give it values before it is compiled (load_state_dict)'
+                )
+            return None
+        saved = _opened(weights, module) if weights is not None else _Saved()
+        known = saved.by_tensor(module)
+        for path, part in module.named_modules():
+            names = [_joined(path, name) for name, t in _own(part) if t.is_meta and id(t) not in known]
+            if names and initialise is None and not callable(getattr(part, "reset_parameters", None)):
+                raise ModelError(
+                    f"{', '.join(names)}: on the meta device, and {type(part).__name__} has no reset_parameters() that "
+                    "gives values; write one, or give compile(initialise=) a function that is called with each module "
+                    "and writes its tensors" + ("" if known else ", or compile(weights=) a state of the model")
+                )
+        return StartValues(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed, initialise, saved)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def give(self, module: nn.Module, transport: Transport, placements: Mapping[str, Placement]) -> None:
+        """Give the module's meta tensors their values; all processes call this.
+
+        The objects stay, so an optimizer that was made before refers to them.
+
+        Args:
+            placements: by dotted name, of the parameters that become sharded tensors.
+
+        Raises:
+            RuntimeFailure: a module does not write a tensor of its own, or processes made different values.
+        """
+        ((seed,), *_), problem = transport.gather(self.seed), None
+        maker = _Maker(self, module, transport.physical(transport.owned[0]), placements)
+        try:
+            with preserved_generators(), without_modes(), torch.device("cpu"), without_weak_references(module):
+                torch.default_generator.manual_seed(seed)
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+                for path, part in module.named_modules():
+                    maker.give(path, part)
+        except Exception as error:
+            problem = error
+        told = transport.gather_texts(f"error: {problem}" if problem else str(maker.digest))
+        if problem is not None:
+            raise problem
+        if differs := [rank for rank, text in enumerate(told) if text != told[0]]:
+            raise RuntimeFailure(
+                f"processes 0 and {differs[0]} made different values for the meta tensors of {type(module).__name__} "
+                f"({told[0]}; {told[differs[0]]}); let reset_parameters() and initialise draw from torch's, Python's "
+                "or NumPy's global generators, which are seeded alike, and not depend on the process"
+            )
+        if maker.waiting:
+            # Not at the top: it imports all of torch's parallel modules.
+            from torch.distributed.checkpoint import state_dict_loader
+
+            how: dict[str, Any] = {"process_group": transport.process_group, "no_dist": transport.processes == 1}
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # which is meant
+                state_dict_loader.load(maker.waiting, checkpoint_id=self.saved.folder, **how)
+
+
+class _Maker:
+    """The values of one module after the other.
+
+    Attributes:
+        digest: of all values that were made.
+        waiting: tensors to be read from a folder, by their names there.
+    """
+
+    def __init__(
+        self, start: StartValues, module: nn.Module, place: torch.device, placements: Mapping[str, Placement]
+    ) -> None:
+        self._initialise, self._place, self._placements = start.initialise, place, placements
+        self._prefix, self._saved = start.saved.prefix, start.saved.by_tensor(module)
+        self.digest = 0
+        self.waiting: dict[str, Any] = {}
+
+    def give(self, path: str, part: nn.Module) -> None:
+        """Give a part's own tensors their values, but for those of its children."""
+        own = {name: tensor for name, tensor in _own(part) if tensor.is_meta or id(tensor) in self._saved}
+        saved = {name: self._saved.pop(id(tensor)) for name, tensor in own.items() if id(tensor) in self._saved}
+        made = self._made(path, part, {name: tensor for name, tensor in own.items() if name not in saved})
+        for name, tensor in own.items():
+            source, values = saved[name] if name in saved else ("", made.pop(name))
+            if values.is_meta:
+                self.waiting[self._prefix + source] = tensor
+            if tensor.is_meta:
+                block = self._block(values, tensor.dtype, self._placements.get(_joined(path, name)))
+                try:
+                    become(tensor, _like(tensor, block))
+                except RuntimeError as error:
+                    what = "drop weak references to it before the first call"
+                    raise RuntimeFailure(f"{_joined(path, name)} cannot get its values: {error}; {what}") from error
+            elif not values.is_meta:
+                tensor.copy_(values)
+
+    def _block(self, values: Tensor, dtype: torch.dtype, placement: Placement | None) -> Tensor:
+        """This process's block of a tensor's values, in memory of its own; without values where those come later.
+
+        Args:
+            values: in the host's memory, or on the meta device.
+        """
+        if placement is None:
+            return (torch.empty_like(values, device="cpu") if values.is_meta else values).to(self._place, dtype)
+        if values.is_meta:
+            return ShardedTensor(torch.empty(shape_of(placement.own), dtype=dtype, device=self._place), placement)
+        return ShardedTensor(placement.cut(values).to(self._place, dtype, copy=True), placement)
+
+    def _made(self, path: str, part: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values that a module's initialisation gives its own tensors.
+
+        It writes to others, so that a tensor which is tied, saved or not on the meta device keeps what it has.
+        """
+        reset, initialise = getattr(part, "reset_parameters", None), self._initialise
+        made = dict[str, Tensor]()
+        with _replaced(part, _blank, lambda inner, t: bool(wanted) and (inner is part or not t.is_meta)) as blanks:
+            before = {name: writes(blanks[id(tensor)]) for name, tensor in wanted.items()}
+            if wanted and callable(reset):
+                reset()
+            if wanted and initialise is not None:
+                initialise(part)
+            now = {name: {**part._parameters, **part._buffers}.get(name) for name in wanted}
+        for name, tensor in wanted.items():
+            found, kind = now[name], (tensor.shape, tensor.dtype, False)
+            written = found is not None and (found.shape, found.dtype, found.is_meta) == kind
+            if found is not None and written and (found.is_floating_point() or found.is_complex()):
+                written = not bool(found.isnan().any())
+            elif found is blanks[id(tensor)]:
+                written = writes(found) > before[name]
+            if found is None or not written:
+                by = ["reset_parameters()"] * callable(reset) + ["initialise"] * (initialise is not None)
+                raise RuntimeFailure(
+                    f"{_joined(path, name)} is on the meta device, and {' and '.join(by)} of {type(part).__name__} "
+                    "left it, or a part of it, without values of its type and shape; write them there (what __init__ "
+                    "computes of a buffer is lost on that device), or give compile(initialise=) a function of a module "
+                    "that does"
+                )
+            made[name] = found.detach()
+            bits = torch.view_as_real(made[name]) if found.is_complex() else made[name]
+            self.digest += int(bits.contiguous().view(_BITS[bits.element_size()]).sum())
+        return made
+
+
+@contextmanager
+def with_memory(module: nn.Module, place: torch.device) -> Iterator[None]:
+    """While it lasts, tensors without values stand for the module's meta tensors, where its inputs are.
+
+    In the host's memory they take none, as nothing is written there.
+    """
+    with _replaced(module, partial(_empty, place=place), lambda _, tensor: tensor.is_meta):
+        yield
+
+
+@contextmanager
+def _replaced(
+    module: nn.Module, make: Callable[[Tensor], Tensor], chosen: Callable[[nn.Module, Tensor], bool]
+) -> Iterator[dict[int, Tensor]]:
+    """Put others in place of chosen tensors of a module's parts, tied as they are; its own are back afterwards.
+
+    Gives the others, by the identity of the module's own.
+    """
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (held, name, tensor)
+        for part in module.modules()
+        for held in (part._parameters, part._buffers)
+        for name, tensor in held.items()
+        if tensor is not None and chosen(part, tensor)
+    ]
+    made = {id(tensor): make(tensor) for tensor in {id(tensor): tensor for _, _, tensor in places}.values()}
+    try:
+        for held, name, tensor in places:
+            held[name] = made[id(tensor)]
+        yield made
+    finally:
+        for held, name, tensor in places:
+            held[name] = tensor
+
+
+def _like(tensor: Tensor, values: Tensor) -> Any:
+    """Other values as a parameter with the attributes of `tensor`, or as a buffer."""
+    made = nn.Parameter(values, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    vars(made).update({key: value for key, value in vars(tensor).items() if key not in vars(made)})
+    return made
+
+
+def _empty(tensor: Tensor, place: torch.device) -> Tensor:
+    made: Tensor = _like(tensor, torch.empty_like(tensor, device=place, requires_grad=False))
+    return made
+
+
+@torch.no_grad()
+def _blank(tensor: Tensor) -> Tensor:
+    """A tensor to be initialised in place of another one: of NaN, which no initialisation means."""
+    blank = _empty(tensor, torch.device("cpu"))
+    return blank.fill_(nan) if blank.is_floating_point() or blank.is_complex() else blank
+
+
+def _own(part: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a module itself, without its children's, each once."""
+    return [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+
+
+def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and buffers, under each of their names."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _opened(weights: Weights, module: nn.Module) -> _Saved:
+    """The tensors of a state, a file or a folder, by the names of a module that has all of them, and no more.
+
+    Raises:
+        CheckpointError: they cannot be read, or are not those of the module.
+    """
+    own, folder, prefix, where = dict(_named(module)), None, "", "the weights"
+    state: Any = weights
+    if not isinstance(weights, Mapping):
+        path, where = Path(weights), os.fspath(weights)
+        try:
+            if path.is_dir():
+                from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+                found: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
+                folder, prefix = path, "" if own.keys() & found.keys() else "model."
+                state = {
+                    name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+                    for name, entry in found.items()
+                    if name.startswith(prefix) and hasattr(entry, "size")
+                }
+            else:
+                state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                state = state["model"] if isinstance(state.get("model"), Mapping) else state
+        except Exception as error:
+            raise CheckpointError(f"cannot read the weights in {where}: {error}") from error
+    saved = _Saved({name: value for name, value in state.items() if isinstance(value, Tensor)}, folder, prefix)
+    given, kept = saved.by_tensor(module), module.state_dict(keep_vars=True)
+    missing = [name for name, tensor in own.items() if tensor.is_meta and name in kept and id(tensor) not in given]
+    unknown = [name for name in saved.tensors if name not in own]
+    shapes = [name for name, value in saved.tensors.items() if name in own and value.shape != own[name].shape]
+    if missing or unknown or shapes:
+        told = {"lacks": missing, "has what the model lacks:": unknown, "has another shape of": shapes}
+        words = (f"{verb} {', '.join(names[:3])} ({len(names)} in all)" for verb, names in told.items() if names)
+        raise CheckpointError(
+            f"{where} is no state of {type(module).__name__}: it {'; it '.join(words)}; give a mapping with the "
+            "model's names and shapes, and tensors of your own for what was not saved"
+        )
+    return saved
