@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 import random
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -48,16 +50,15 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class _Saved:
-    """Tensors by the model's names; those of a folder, which has them under a prefix, are without values."""
+    """Tensors by the model's names, each read when it is needed; of a folder, with a prefix there, without values."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     folder: Path | None = None
     prefix: str = ""
 
-    def by_tensor(self, module: nn.Module) -> dict[int, tuple[str, Tensor]]:
-        """Name and value by the identity of the module's own tensor; a tied one may be saved under any of its names."""
-        known = self.tensors
-        return {id(tensor): (name, known[name]) for name, tensor in _named(module) if name in known}
+    def names(self, module: nn.Module) -> dict[int, str]:
+        """Names by the identity of the module's own tensors; a tied one may be saved under any of its names."""
+        return {id(tensor): name for name, tensor in _named(module) if name in self.tensors}
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class StartValues:
                 )
             return None
         saved = _opened(weights, module) if weights is not None else _Saved()
-        known = saved.by_tensor(module)
+        known = saved.names(module)
         for path, part in module.named_modules():
             names = [_joined(path, name) for name, t in _own(part) if t.is_meta and id(t) not in known]
             if names and initialise is None and not callable(getattr(part, "reset_parameters", None)):
@@ -166,19 +167,26 @@ class _Maker:
         self, start: StartValues, module: nn.Module, place: torch.device, placements: Mapping[str, Placement]
     ) -> None:
         self._initialise, self._place, self._placements = start.initialise, place, placements
-        self._prefix, self._saved = start.saved.prefix, start.saved.by_tensor(module)
+        self._saved, self._names = start.saved, start.saved.names(module)
         self.digest = 0
         self.waiting: dict[str, Any] = {}
+        # For all modules: memory of their own would leave gaps in the heap, as blocks that are kept lie in between.
+        self._scratch = defaultdict[int, torch.UntypedStorage](partial(torch.UntypedStorage, 0))
 
     def give(self, path: str, part: nn.Module) -> None:
         """Give a part's own tensors their values, but for those of its children."""
-        own = {name: tensor for name, tensor in _own(part) if tensor.is_meta or id(tensor) in self._saved}
-        saved = {name: self._saved.pop(id(tensor)) for name, tensor in own.items() if id(tensor) in self._saved}
+        own = {name: tensor for name, tensor in _own(part) if tensor.is_meta or id(tensor) in self._names}
+        saved = {name: self._names.pop(id(tensor)) for name, tensor in own.items() if id(tensor) in self._names}
         made = self._made(path, part, {name: tensor for name, tensor in own.items() if name not in saved})
         for name, tensor in own.items():
-            source, values = saved[name] if name in saved else ("", made.pop(name))
+            values = made[name] if name in made else self._saved.tensors[saved[name]]
+            if values.shape != tensor.shape:
+                raise CheckpointError(
+                    f"{saved[name]} has shape {tuple(values.shape)} in the weights and {tuple(tensor.shape)} in the "
+                    "model; give compile(weights=) a state of this model"
+                )
             if values.is_meta:
-                self.waiting[self._prefix + source] = tensor
+                self.waiting[self._saved.prefix + saved[name]] = tensor
             if tensor.is_meta:
                 block = self._block(values, tensor.dtype, self._placements.get(_joined(path, name)))
                 try:
@@ -195,11 +203,12 @@ class _Maker:
         Args:
             values: in the host's memory, or on the meta device.
         """
-        if placement is None:
-            return (torch.empty_like(values, device="cpu") if values.is_meta else values).to(self._place, dtype)
         if values.is_meta:
-            return ShardedTensor(torch.empty(shape_of(placement.own), dtype=dtype, device=self._place), placement)
-        return ShardedTensor(placement.cut(values).to(self._place, dtype, copy=True), placement)
+            shape = values.shape if placement is None else shape_of(placement.own)
+            own = torch.empty(shape, dtype=dtype, device=self._place)
+        else:
+            own = (values if placement is None else placement.cut(values)).to(self._place, dtype, copy=True)
+        return own if placement is None else ShardedTensor(own, placement)
 
     def _made(self, path: str, part: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values that a module's initialisation gives its own tensors.
@@ -207,8 +216,15 @@ class _Maker:
         It writes to others, so that a tensor which is tied, saved or not on the meta device keeps what it has.
         """
         reset, initialise = getattr(part, "reset_parameters", None), self._initialise
-        made = dict[str, Tensor]()
-        with _replaced(part, _blank, lambda inner, t: bool(wanted) and (inner is part or not t.is_meta)) as blanks:
+        made, numbers = dict[str, Tensor](), count()
+
+        def blank(tensor: Tensor) -> Tensor:
+            """Scratch memory, full of NaN: which no initialisation means."""
+            memory = torch.empty(0, dtype=tensor.dtype)
+            memory.set_(self._scratch[next(numbers)], 0, tensor.size(), tensor.stride())
+            return _like(tensor, memory.fill_(nan) if memory.is_floating_point() or memory.is_complex() else memory)
+
+        with _replaced(part, blank, lambda inner, t: bool(wanted) and (inner is part or not t.is_meta)) as blanks:
             before = {name: writes(blanks[id(tensor)]) for name, tensor in wanted.items()}
             if wanted and callable(reset):
                 reset()
@@ -216,13 +232,15 @@ class _Maker:
                 initialise(part)
             now = {name: {**part._parameters, **part._buffers}.get(name) for name in wanted}
         for name, tensor in wanted.items():
-            found, kind = now[name], (tensor.shape, tensor.dtype, False)
+            found: Any = now[name]
+            kind = tensor.shape, tensor.dtype, False
             written = found is not None and (found.shape, found.dtype, found.is_meta) == kind
-            if found is not None and written and (found.is_floating_point() or found.is_complex()):
-                written = not bool(found.isnan().any())
-            elif found is blanks[id(tensor)]:
+            bits = torch.view_as_real(found) if found is not None and found.is_complex() else found
+            if written and bits.is_floating_point() and bits.numel():
+                written = not bool(bits.amin().isnan())  # the least is NaN where any is; `isnan()` takes memory
+            elif found is blanks[id(tensor)] and bits.numel():
                 written = writes(found) > before[name]
-            if found is None or not written:
+            if not written:
                 by = ["reset_parameters()"] * callable(reset) + ["initialise"] * (initialise is not None)
                 raise RuntimeFailure(
                     f"{_joined(path, name)} is on the meta device, and {' and '.join(by)} of {type(part).__name__} "
@@ -231,8 +249,7 @@ class _Maker:
                     "that does"
                 )
             made[name] = found.detach()
-            bits = torch.view_as_real(made[name]) if found.is_complex() else made[name]
-            self.digest += int(bits.contiguous().view(_BITS[bits.element_size()]).sum())
+            self.digest += int(bits.detach().contiguous().view(_BITS[bits.element_size()]).sum())
         return made
 
 
@@ -242,7 +259,11 @@ def with_memory(module: nn.Module, place: torch.device) -> Iterator[None]:
 
     In the host's memory they take none, as nothing is written there.
     """
-    with _replaced(module, partial(_empty, place=place), lambda _, tensor: tensor.is_meta):
+
+    def empty(tensor: Tensor) -> Tensor:
+        return _like(tensor, torch.empty_like(tensor, device=place, requires_grad=False))
+
+    with _replaced(module, empty, lambda _, tensor: tensor.is_meta):
         yield
 
 
@@ -271,23 +292,11 @@ def _replaced(
             held[name] = tensor
 
 
-def _like(tensor: Tensor, values: Tensor) -> Any:
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
     """Other values as a parameter with the attributes of `tensor`, or as a buffer."""
     made = nn.Parameter(values, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
     vars(made).update({key: value for key, value in vars(tensor).items() if key not in vars(made)})
     return made
-
-
-def _empty(tensor: Tensor, place: torch.device) -> Tensor:
-    made: Tensor = _like(tensor, torch.empty_like(tensor, device=place, requires_grad=False))
-    return made
-
-
-@torch.no_grad()
-def _blank(tensor: Tensor) -> Tensor:
-    """A tensor to be initialised in place of another one: of NaN, which no initialisation means."""
-    blank = _empty(tensor, torch.device("cpu"))
-    return blank.fill_(nan) if blank.is_floating_point() or blank.is_complex() else blank
 
 
 def _own(part: nn.Module) -> list[tuple[str, Tensor]]:
@@ -330,16 +339,15 @@ def _opened(weights: Weights, module: nn.Module) -> _Saved:
                 state = state["model"] if isinstance(state.get("model"), Mapping) else state
         except Exception as error:
             raise CheckpointError(f"cannot read the weights in {where}: {error}") from error
-    saved = _Saved({name: value for name, value in state.items() if isinstance(value, Tensor)}, folder, prefix)
-    given, kept = saved.by_tensor(module), module.state_dict(keep_vars=True)
+    saved = _Saved(state, folder, prefix)
+    given, kept = saved.names(module), module.state_dict(keep_vars=True)
     missing = [name for name, tensor in own.items() if tensor.is_meta and name in kept and id(tensor) not in given]
-    unknown = [name for name in saved.tensors if name not in own]
-    shapes = [name for name, value in saved.tensors.items() if name in own and value.shape != own[name].shape]
-    if missing or unknown or shapes:
-        told = {"lacks": missing, "has what the model lacks:": unknown, "has another shape of": shapes}
+    unknown = [name for name in state if name not in own and isinstance(state[name], Tensor)]
+    if missing or unknown:
+        told = {"lacks": missing, "has what the model lacks:": unknown}
         words = (f"{verb} {', '.join(names[:3])} ({len(names)} in all)" for verb, names in told.items() if names)
         raise CheckpointError(
             f"{where} is no state of {type(module).__name__}: it {'; it '.join(words)}; give a mapping with the "
-            "model's names and shapes, and tensors of your own for what was not saved"
+            "model's names, and tensors of your own for what was not saved"
         )
     return saved

@@ -173,6 +173,14 @@ def test_weights_of_another_model_are_refused() -> None:
         parplan.compile(net_of(Computes), weights=state)
 
 
+def test_weights_of_another_shape_are_refused() -> None:
+    with torch.device("meta"):
+        net = nn.Linear(4, 4)
+    model = parplan.compile(net, weights=nn.Linear(5, 4).state_dict(), devices=["cpu"])
+    with pytest.raises(CheckpointError, match=r"weight has shape \(4, 5\) in the weights and \(4, 4\) in the model"):
+        model.prepare(torch.randn(6, 4))
+
+
 def test_a_model_with_values_takes_no_others() -> None:
     with pytest.raises(ModelError, match="initialise is for tensors on the meta device, and Linear has none"):
         parplan.compile(nn.Linear(4, 4), initialise=written)
