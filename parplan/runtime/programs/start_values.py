@@ -177,13 +177,14 @@ class _Maker:
         """Give a part's own tensors their values, but for those of its children."""
         own = {name: tensor for name, tensor in _own(part) if tensor.is_meta or id(tensor) in self._names}
         saved = {name: self._names.pop(id(tensor)) for name, tensor in own.items() if id(tensor) in self._names}
-        made = self._made(path, part, {name: tensor for name, tensor in own.items() if name not in saved})
+        wanted = {name: tensor for name, tensor in own.items() if name not in saved}
+        made = self._made(path, part, wanted) if wanted else {}
         for name, tensor in own.items():
             values = made[name] if name in made else self._saved.tensors[saved[name]]
-            if values.shape != tensor.shape:
+            if values.shape != tensor.shape or (values.is_meta and self._saved.folder is None):
                 raise CheckpointError(
-                    f"{saved[name]} has shape {tuple(values.shape)} in the weights and {tuple(tensor.shape)} in the "
-                    "model; give compile(weights=) a state of this model"
+                    f"{saved[name]} has shape {tuple(values.shape)} in the weights, on {values.device}, and "
+                    f"{tuple(tensor.shape)} in the model; give compile(weights=) a state of this model, with values"
                 )
             if values.is_meta:
                 self.waiting[self._saved.prefix + saved[name]] = tensor
@@ -224,11 +225,11 @@ class _Maker:
             memory.set_(self._scratch[next(numbers)], 0, tensor.size(), tensor.stride())
             return _like(tensor, memory.fill_(nan) if memory.is_floating_point() or memory.is_complex() else memory)
 
-        with _replaced(part, blank, lambda inner, t: bool(wanted) and (inner is part or not t.is_meta)) as blanks:
+        with _replaced(part, blank, lambda inner, t: inner is part or not t.is_meta) as blanks:
             before = {name: writes(blanks[id(tensor)]) for name, tensor in wanted.items()}
-            if wanted and callable(reset):
+            if callable(reset):
                 reset()
-            if wanted and initialise is not None:
+            if initialise is not None:
                 initialise(part)
             now = {name: {**part._parameters, **part._buffers}.get(name) for name in wanted}
         for name, tensor in wanted.items():
