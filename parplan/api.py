@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from parplan.report.analysis import Analysis
     from parplan.runtime.execution.dispatch import ThreadsOption
     from parplan.runtime.module.compiled import Compiled
+    from parplan.runtime.programs.start_values import Weights
     from parplan.verification import Verification
 
 __all__ = ["analyze", "analyze_profile", "compile", "verify"]
@@ -198,6 +199,8 @@ def compile(  # the name users know from torch.compile
     dim: int = 0,
     threads: ThreadsOption = False,
     check: str = "first",
+    initialise: Callable[[nn.Module], object] | None = None,
+    weights: Weights | None = None,
     rules: str = "default",
     scheme: str = "auto",
     micro_batches: int | None = None,
@@ -210,23 +213,19 @@ def compile(  # the name users know from torch.compile
 
     Args:
         example_inputs: a tensor or tuple of positional arguments to plan for now; default: plan at the first call.
-        loss: a function of the model's results and targets that becomes part of the plan: a call with `targets=...`
-            (examples beside `example_inputs`) returns the loss, one without the model's results.
-        devices: where logical device i lives; one physical device may appear several times. Default: under torchrun one
-            per process, else the GPUs that are here, else the CPU.
-        output_device: where results are gathered (one process); default: where the inputs were.
+        loss: a function of results and targets, planned with the model: calls with `targets=...` return it.
+        devices: where logical device i lives, some several times; default: one per process, the GPUs here, or the CPU.
+        output_device, dim: where results go (one process; default: as inputs); the dimension that samples lie along.
         plan: run this plan (or file) instead of searching for one; it is verified first.
         batch_norm: "global" statistics (of the whole batch, the plain model's numbers) or "local" (per replica, as DDP)
-        scalars: a returned number (a loss) is "whole", the plain model's, or "per_replica", a vector with one entry per
-            replica, as DataParallel gives it; under torchrun each process its own number, as DistributedDataParallel.
+        scalars: returned numbers (a loss) are "whole", the plain model's, or "per_replica", as DP and DDP give them.
         inputs: under torchrun, each process brings its "own" samples; shards of one replica of the first layer the
             same, as a "group" (`parplan.PlanSampler`); or all the "same", which hold no samples (a graph, a state).
         same_draws: True: processes seeded alike drop alike, as under DistributedDataParallel; else apart.
-        dim: the dimension of input tensors along which samples lie.
         pins, rules, scheme, micro_batches, precision, optimizer, time_limit_s, tolerance: as for `analyze`.
-        threads: True gives each logical device of this process a thread, so that CPU devices compute at once; a
-            function is called first in each thread, with the device's number.
+        threads: True: each logical device of this process has a thread; a function is called first there (its number).
         check: compare the program with the plain module: "first" before a capture's first step, "always", or "off".
+        initialise, weights: of tensors on the meta device: a function of a module; saved ones (docs/sharded-state.md).
 
     Raises:
         SelfCheckError: (at a call) the planned program computes something else than the module.
@@ -237,6 +236,7 @@ def compile(  # the name users know from torch.compile
     from parplan.report.analysis import Analysis
     from parplan.report.progress import Progress
     from parplan.runtime.module.compiled import Compiled
+    from parplan.runtime.programs.start_values import StartValues
 
     options = PlanOptions.of(locals())
     model, kwargs = _with_loss(model, kwargs, loss, targets)
@@ -254,6 +254,7 @@ def compile(  # the name users know from torch.compile
     compiled = Compiled(
         model, planner, devices=devices, output_device=output_device, dim=dim, batch_norm=batch_norm, scalars=scalars,
         inputs=inputs, same_draws=same_draws, threads=threads, check=check,
+        start=StartValues.of(model, initialise, weights),
     )  # fmt: skip
     compiled.predict_times = lambda graph, plan: pricing().predicted(graph, plan).expected
     compiled.while_planning(progress)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parplan.compat import pytree
+from parplan.compat import in_functional_transform, pytree
 from parplan.errors import RuntimeFailure
 from parplan.graph.attributes.containers import containers_in, register_caches
 from parplan.graph.capture.capture import batch_of, check_dense
@@ -49,13 +50,23 @@ class ModelCall:
         """Read a call; without `dim` its inputs hold no samples.
 
         Raises:
-            RuntimeFailure: no tensor has dimension `dim`.
+            RuntimeFailure: no tensor has dimension `dim`, or torch.func or a tangent is involved.
             CaptureError: a tensor is sparse.
         """
+        if in_functional_transform():
+            raise RuntimeFailure(
+                "a compiled model was called inside a transform of torch.func (grad, vmap, jvp, ...), which does not "
+                "reach its devices; use the plain model there, `module` of the compiled one, or loss.backward()"
+            )
         register_caches()
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         check_dense(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
+            raise RuntimeFailure(
+                "a compiled model was called with a tangent (torch.autograd.forward_ad), which does not reach its "
+                "devices; use the plain model there, `module` of the compiled one, or a backward"
+            )
         if dim and tensors and all(tensor.dim() <= dim for tensor in tensors):
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
             raise RuntimeFailure(

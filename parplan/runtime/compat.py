@@ -171,8 +171,9 @@ def support_foreach(cls: type[Tensor]) -> None:
             types.append(cls)
 
 
-def become(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Turn `parameter` into `other` in place, for everybody who refers to it, and the reverse; its hooks stay.
+def become(parameter: Tensor, other: Tensor) -> None:
+    """Turn a parameter, or a buffer, into `other` in place, for everybody who refers to it, and the reverse; its hooks
+    stay.
 
     Raises:
         RuntimeError: somebody holds a weak reference, or a graph of autograd that uses it is alive; nothing changed.

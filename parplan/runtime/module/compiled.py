@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
 
-from parplan.compat import FakeTensor, in_functional_transform, pytree
+from parplan.compat import FakeTensor, pytree
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.lowering.program import Program
@@ -50,6 +49,7 @@ from parplan.runtime.programs.captures import Captures, Planner
 from parplan.runtime.programs.planned_memory import warn_of_whole_batch
 from parplan.runtime.programs.program_cache import Captured, Options
 from parplan.runtime.programs.rank_agreement import Agreement, come_together, exchange_facts
+from parplan.runtime.programs.start_values import NO_VALUES, StartValues
 from parplan.runtime.self_check.check import CheckRecord, SelfCheck
 from parplan.runtime.self_check.checked_step import begin_forward, end_forward
 from parplan.runtime.sharded_state.cutting import Sharding, same_start
@@ -84,6 +84,7 @@ class Compiled(Wrapped):
         group: the process group, under torchrun; default: all processes.
         check: "first" compares every new capture with the plain module before its first step, "always" every call,
             "off" nothing (runtime/self_check/check.py).
+        start: gives tensors on the meta device their values; default: their modules' `reset_parameters()` do.
 
     Attributes:
         program: that of the last call, for reading.
@@ -107,9 +108,11 @@ class Compiled(Wrapped):
         threads: ThreadsOption = False,
         group: dist.ProcessGroup | None = None,
         check: str = "first",
+        start: StartValues | None = None,
     ) -> None:
         super().__init__(module)
         options = Options.of(batch_norm, scalars, inputs, dim, same_draws=same_draws, dropout=dropout, threads=threads)
+        start = StartValues.of(module) if start is None else start
         self.program: Program | None = None
         self.predict_times: Callable[[LayerGraph, Plan], Expected] | None = None
         self.report: Any = None
@@ -119,13 +122,13 @@ class Compiled(Wrapped):
         self._given: dict[str, Any] = {
             "devices": devices, "output_device": output_device, "dim": dim, "batch_norm": batch_norm, "group": group,
             "scalars": scalars, "inputs": inputs, "same_draws": same_draws, "dropout": dropout, "threads": threads,
-            "check": check,
+            "check": check, "start": start,
         }  # fmt: skip
         self._planner = planner
         self._transport = transport_for(devices, group)
         self._dim = options.dim
         self._output_device = existing(output_device) if output_device is not None else None
-        options = replace(options, output=logical(self._output_device, self._transport))
+        options = replace(options, output=logical(self._output_device, self._transport), start=start)
         self._captures = Captures(module, planner, self._transport, options)
         self._programs = self._captures.programs
         self._self_check = SelfCheck(module, self._captures, self._transport, options, check)
@@ -141,20 +144,10 @@ class Compiled(Wrapped):
         Raises:
             RuntimeFailure: no samples, another process failed, or torch.func is at work.
         """
-        if in_functional_transform():
-            raise RuntimeFailure(
-                "a compiled model was called inside a transform of torch.func (grad, vmap, jvp, ...), which does not "
-                "reach its devices; use the plain model there, `module` of the compiled one, or loss.backward()"
-            )
         leaves = pytree.tree_leaves((args, kwargs)) if torch.compiler.is_exporting() else ()  # in some thread
         if any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return self.module(*args, **kwargs)  # a larger model is being captured, and its plan covers this part
         call = ModelCall.of(args, kwargs, self._dim)
-        if any(unpack_dual(tensor).tangent is not None for tensor in call.tensors):
-            raise RuntimeFailure(
-                "a compiled model was called with a tangent (torch.autograd.forward_ad), which does not reach its "
-                "devices; use the plain model there, `module` of the compiled one, or a backward"
-            )
         if self._plain.takes(call):
             return self._plain.run(call, args, kwargs)
         try:
@@ -284,7 +277,7 @@ class Compiled(Wrapped):
         )
         if sync is not None:
             sync.run()
-        if self._programs.sharding is not None:
+        if self._programs.sharding is not None or self._programs.waiting is not None:
             self._programs.hold(captured)
         if wanted:
             self._self_check.before(call, captured, self.training, agreement)
@@ -296,8 +289,10 @@ class Compiled(Wrapped):
         self._captures.progress = progress
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
-        """Capture and plan for inputs like these without running anything; returns the plan."""
-        self._find(ModelCall.of(args, kwargs, self._dim))
+        """Capture and plan for inputs like these without a step; returns the plan. Meta tensors get their values."""
+        captured = self._find(ModelCall.of(args, kwargs, self._dim))
+        if self._programs.waiting is not None:
+            self._programs.hold(captured)
         assert self.plan is not None
         return self.plan
 
@@ -419,6 +414,8 @@ class Compiled(Wrapped):
 
     @property
     def _slices(self) -> Sharding | None:
+        if self._programs.waiting is not None:
+            raise RuntimeFailure(NO_VALUES)
         return self._programs.sharding
 
     def __getattr__(self, name: str) -> Any:

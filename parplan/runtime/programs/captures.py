@@ -28,6 +28,7 @@ from parplan.runtime.programs.planned_memory import PlannedMemory
 from parplan.runtime.programs.program_cache import Captured, Options, Programs
 from parplan.runtime.programs.rank_agreement import come_together
 from parplan.runtime.programs.sample_axes import check_own_samples, no_own_samples
+from parplan.runtime.programs.start_values import with_memory
 from parplan.runtime.transport.base import Transport
 
 __all__ = ["Captures", "Planner"]
@@ -309,6 +310,8 @@ class Captures:
         with ExitStack() as stack:
             for mode in (self._transport.busy(), *modes):
                 stack.enter_context(mode)
+            if self.programs.waiting is not None:
+                stack.enter_context(with_memory(self._module, self._transport.physical(self._transport.owned[0])))
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
             kind = self._modes(training), str(call.spec)
             how: dict[str, Any] = {"training": training, "dim": self._dim, "numbers": numbers, "settle": settle}

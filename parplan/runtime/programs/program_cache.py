@@ -36,6 +36,8 @@ from parplan.runtime.execution.random_state import SeededOps
 from parplan.runtime.execution.segment_cache import written_buffers
 from parplan.runtime.programs.planned_memory import GraphBytes
 from parplan.runtime.programs.sample_axes import check_own_samples
+from parplan.runtime.programs.start_values import StartValues
+from parplan.runtime.sharded_state.block_placement import Placement
 from parplan.runtime.sharded_state.cutting import Sharding
 from parplan.runtime.transport.base import Transport
 from parplan.runtime.transport.devices import memories
@@ -60,6 +62,7 @@ class Options:
     groups: bool = False
     same_draws: bool = False
     threads: ThreadsOption = False
+    start: StartValues | None = None
 
     @classmethod
     def of(cls, batch_norm: str, scalars: str, inputs: str, dim: int, **others: Any) -> Options:
@@ -231,6 +234,7 @@ class Programs:
         sharding: under torchrun, which blocks of the parameters this rank holds.
         sync: under torchrun with local batch norm, what keeps the ranks' statistics equal.
         copies: of parameters and buffers in the memories of this process's other devices, once for all programs.
+        waiting: what will give the module's meta tensors their values; None once it has.
     """
 
     def __init__(self, module: nn.Module, transport: Transport, options: Options) -> None:
@@ -247,6 +251,13 @@ class Programs:
         self.sharding: Sharding | None = None
         self.sync: BufferSync | None = None
         self.copies: Copies = {}
+        values = (*module.parameters(), *module.buffers())
+        self.waiting = options.start if any(tensor.is_meta for tensor in values) else None
+
+    @property
+    def cuts_start(self) -> bool:
+        """Whether the module came without values and is cut over processes, so that it may be larger than one."""
+        return self._options.start is not None and self.sharding is not None and self.sharding.cuts
 
     def fresh_buffers(self, graph: LayerGraph, program: Program) -> dict[str, dict[int, Block]]:
         """Blocks of the buffers that norms write in a program, by dotted name and the devices that are up to date.
@@ -314,6 +325,8 @@ class Programs:
     def hold(self, captured: Captured) -> None:
         """Under torchrun, cut the module's parameters to this rank's blocks before the first step that reads them.
 
+        Those on the meta device get their values first, cut as they are made.
+
         Raises:
             RuntimeFailure: an earlier graph needs other blocks, or a copy in a state dict was written.
         """
@@ -321,6 +334,7 @@ class Programs:
             self.sharding.check_state_copies()
         program, graph = captured.supposed, captured.graph
         if self._transport.processes == 1 or program is None:
+            self._give_values({})
             return
         held = {graph.parameters[name]: dict(blocks) for name, blocks in program.holdings.items()}
         if self.sharding is None:
@@ -328,6 +342,7 @@ class Programs:
         unread = {n: blocks for n, blocks in held.items() if n not in self._held and self.sharding.knows(n)}
         self.sharding.plan(unread)
         self._held |= unread
+        self._give_values(self.sharding.placements)
         self.sharding.hold()
         self.sharding.fresh |= self.fresh_buffers(graph, program)
         for name, blocks in held.items():
@@ -344,6 +359,11 @@ class Programs:
                 )
         if held.items() <= self._held.items():  # for calls with gradients, too
             captured.supposed = None
+
+    def _give_values(self, placements: Mapping[str, Placement]) -> None:
+        if self.waiting is not None:
+            self.waiting.give(self._module, self._transport, placements)
+            self.waiting = None
 
     def groups(self, plan: Plan) -> Grid | None:
         """The ranks in rows that bring the same samples: the shards of one replica of the first layer.

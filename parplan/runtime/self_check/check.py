@@ -141,6 +141,11 @@ class SelfCheck:
     def _checked(
         self, call: ModelCall, captured: Captured, training: bool, agreement: Agreement, record: CheckRecord
     ) -> CheckRecord:
+        if self._captures.programs.cuts_start:
+            raise _Unchecked(
+                "it came on the meta device and is cut over processes, so that none holds the plain module to compare "
+                "with; run a smaller model of the same blocks with the check"
+            )
         subject = CheckedModel(
             self._module, self._captures.programs, self._transport, captured, training, record.gradients
         )

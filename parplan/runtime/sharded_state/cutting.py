@@ -50,7 +50,10 @@ def same_start(module: nn.Module, transport: Transport) -> None:
     From here on gradients from outside the compiled model are averaged over the ranks.
     """
     everyone = range(transport.processes)
-    tensors = [t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, ShardedTensor)]
+    # Those on the meta device have no values yet, and get the same in all ranks (runtime/programs/start_values.py).
+    tensors = [
+        t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, ShardedTensor) and not t.is_meta
+    ]
     for chunk in _chunks(tensors):
         flat = torch.cat([piece.reshape(-1) for piece in chunk])
         transport.broadcast("sharing rank 0's parameters and buffers", flat, 0, everyone)
@@ -122,6 +125,7 @@ class Sharding:
 
     Attributes:
         fresh: block per device, by dotted name, of buffers that are only up to date on some ranks.
+        placements: of the parameters that are cut, or about to be, by dotted name.
     """
 
     def __init__(self, module: nn.Module, transport: Transport) -> None:
@@ -131,7 +135,7 @@ class Sharding:
         # The first name of every parameter name, for tied parameters.
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         self._aliases = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
-        self._placements: dict[str, Placement] = {}
+        self.placements: dict[str, Placement] = {}
         self._planned: set[str] = set()
         self._state_copies: list[_StateCopy] = []
         cut = [p.placement.collectives for p in module.parameters() if isinstance(p, ShardedTensor)]
@@ -158,9 +162,9 @@ class Sharding:
             if len(held) == self._transport.processes and all(shape_of(block) == whole for block in held.values()):
                 continue
             if not isinstance(parameter, ShardedTensor):
-                self._placements[name] = Placement(name, whole, dict(held), self._collectives)
+                self.placements[name] = Placement(name, whole, dict(held), self._collectives)
             elif parameter.placement.blocks == held:
-                self._placements[name] = parameter.placement  # cut already, as in a copied model
+                self.placements[name] = parameter.placement  # cut already, as in a copied model
             else:
                 raise RuntimeFailure(
                     f"{name} is cut over processes as {parameter.placement.blocks}, and this plan needs {dict(held)}; "
@@ -170,7 +174,7 @@ class Sharding:
     @property
     def cuts(self) -> bool:
         """Whether some rank's module holds less than the whole model; the same on all ranks."""
-        return bool(self._placements)
+        return bool(self.placements)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -181,10 +185,13 @@ class Sharding:
             RuntimeFailure: a parameter cannot be cut, or stands under the name of another one.
         """
         self._check_names()
-        named = {name: self._module.get_parameter(name) for name in self._placements}
+        named = {name: self._module.get_parameter(name) for name in self.placements}
         whole = {name: p for name, p in named.items() if not isinstance(p, ShardedTensor)}
         if whole:
             self._cut_all(whole)
+        if self.placements:
+            _watch_optimizers()
+            replace_given_data(data_for)
         _watch(self._module, self._transport)
 
     def _check_names(self) -> None:
@@ -192,7 +199,7 @@ class Sharding:
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             if not isinstance(parameter, ShardedTensor):
                 continue
-            own, wanted = parameter.placement, self._placements.get(self._aliases.get(name, name))
+            own, wanted = parameter.placement, self.placements.get(self._aliases.get(name, name))
             if own is not wanted and (name in self._planned if wanted is None else own.blocks != wanted.blocks):
                 raise RuntimeFailure(
                     f"{name} is now the parameter that was {own.name} when it was cut over processes, and this plan "
@@ -222,7 +229,7 @@ class Sharding:
         problem = ""
         with without_weak_references(self._module):
             for name, parameter in whole.items():
-                placement = self._placements[name]
+                placement = self.placements[name]
                 other = nn.Parameter(ShardedTensor.cut(parameter, placement), requires_grad=parameter.requires_grad)
                 vars(other).update(vars(parameter))
                 if parameter.grad is not None:
@@ -243,8 +250,6 @@ class Sharding:
                 + "; before the first call drop results and losses of the plain model (del loss), or compute them "
                 "under torch.no_grad(), and drop weak references to its parameters"
             )
-        _watch_optimizers()
-        replace_given_data(data_for)
 
     @contextmanager
     def whole_values(self) -> Iterator[None]:
@@ -299,7 +304,7 @@ class Sharding:
         loaded = set(map(id, state.values()))
         self._state_copies = [copy for copy in self._state_copies if id(copy.tensor()) not in loaded]
         for name, value in state.items():
-            placement = self._placements.get(self._aliases.get(name, name))
+            placement = self.placements.get(self._aliases.get(name, name))
             if placement is not None and not isinstance(value, ShardedTensor):
                 if tuple(value.shape) != placement.shape:
                     raise RuntimeFailure(
@@ -380,6 +385,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         plain = {key: value for key, value in known.items() if not isinstance(value, ShardedTensor)}
         if state is None or not plain:
             continue
+        if any(value.is_meta for value in plain.values()):
+            raise RuntimeFailure(
+                f"the state of {type(optimizer).__name__} for {placement.name} was made, or loaded, while it was "
+                "on the meta device, and has no values; do that after prepare(inputs) of the compiled model"
+            )
         whole, shapes = tuple(parameter.shape), {tuple(value.shape) for value in plain.values()}
         if shapes <= {shape_of(block) for block in placement.blocks.values()} - {whole}:
             raise RuntimeFailure(
