@@ -325,7 +325,7 @@ def _notes(case: Case, found: Found, step: Prediction) -> Sequence[str]:
         line = next(filter(None, graph.checkpoints), "")
         notes.append(
             f"{calls} of torch.utils.checkpoint in the forward{f' ({line})' if line else ''} left out by the capture: "
-            "plans keep what would be computed again, and memory is priced without them."
+            "plans decide themselves what is computed again (pins saved:replay)."
         )
     if graph.settled:
         more = f" and {len(graph.settled) - 1} more" if len(graph.settled) > 1 else ""
