@@ -1,9 +1,9 @@
 """Pins: what a person decides by hand before the solver decides the rest, as data and as text.
 
 `fc6=shards:4` names layers by a pattern and gives words: `replicas:4`, `shards:4`, `axis:out-features`, `gpu:0,1`
-(logical devices, in that order), `update:2` (update the weights every 2 passes), `state:sharded`, `state:gathered`, `saved:replay`.
-Command line, code and TOML speak the same words. What pins mean for a model's layers is the planner's part
-(planner/search_space/pin_constraints.py).
+(logical devices, in that order), `update:2` (update the weights every 2 passes), `state:sharded`, `state:gathered`,
+`saved:replay`. Command line, code and TOML speak the same words. What pins mean for a model's layers is the planner's
+part (planner/search_space/pin_constraints.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from parplan.plan import SAVED, STATES
 
 __all__ = ["WORDS", "Pin", "PinsLike", "parse_pin", "pins_from", "pins_from_toml", "read_pins"]
 
-GRAMMAR = "words are replicas:4, shards:4, axis:out-features, gpu:0,1, update:2, state:sharded, state:gathered and saved:replay"
+GRAMMAR = (
+    "words are replicas:4, shards:4, axis:out-features, gpu:0,1, update:2, state:sharded, state:gathered and "
+    "saved:replay"
+)
 MOST = 10**6  # more replicas, shards, devices or passes are a slip
 
 

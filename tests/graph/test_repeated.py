@@ -1,4 +1,4 @@
-"""Repeated blocks: where they begin, how many there are, and what keeps layers from being alike."""
+"""Repeated blocks: where they begin, how many there are, what keeps layers from being alike; and units."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.repeated import Blocks, fold, repeated_blocks
+from parplan.graph.repeated import Blocks, fold, repeated_blocks, unit_of, units, why_kept
 from parplan.layout import Sections
 
 
@@ -126,3 +126,44 @@ def test_blocks_that_are_cut_in_other_sections_are_not_alike() -> None:
     other = replace(graph, layers={**graph.layers, up.name: replace(up, axes=tuple(packed))})
     assert [found.copies for found in repeated_blocks(graph)] == [6]
     assert all(found.copies < 6 for found in repeated_blocks(other))
+
+
+# ---- units of recomputation ------------------------------------------------------------------------------------------
+
+
+class Residuals(nn.Module):
+    """Two residual branches of two linear layers each, then a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in "ab")
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Samples to two classes each."""
+        x = x + self.first(x)
+        made: Tensor = self.head(x + self.second(x))
+        return made
+
+
+def test_a_unit_ends_behind_the_sum_of_a_branch() -> None:
+    graph = capture(Residuals(), (torch.zeros(4, 8),))
+    assert units(graph) == (("first.0", "first.1", "first.2", "add"), ("second.0", "second.1", "second.2", "add_1"))
+    assert unit_of(graph)["second.1"] == 1
+    assert why_kept(graph, "first.0") == ""
+    assert why_kept(graph, "head") == "it is in no unit of layers with at least two matrices"
+
+
+def test_units_of_a_chain_have_two_matrices() -> None:
+    net = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(8, 8), nn.Tanh())))
+    assert units(capture(net, (torch.zeros(4, 8),))) == (("0", "1", "2", "3"), ("4", "5", "6", "7"))
+
+
+def test_what_runs_once_is_in_no_unit() -> None:
+    convs = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)]
+    graph = capture(
+        nn.Sequential(*convs, nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), (torch.zeros(2, 3, 16, 16),)
+    )
+    assert why_kept(graph, "1") == "it writes running statistics"
+    assert units(graph) == (("3", "4", "5"),)
+    assert units(capture(nn.Sequential(*convs), (torch.zeros(2, 3, 16, 16),), training=False)) != ()

@@ -13,7 +13,8 @@ from tests.report.decisions import DECISIONS, alexnet, alone, crowded, on_two_ki
 
 TOP = {"schema", "model", "cluster", "batch", "plan", "layers", "passes", "predicted", "baselines", "proof", "seconds"}
 LAYER = ["name", "kind", "replicas", "shards", "axis", "devices", "state", "saved", "forward_s", "backward_s",
-         "transfer_s", "reduce_s", "memory_bytes", "source", "why", "parameters", "inputs", "alternatives", "refused"]  # fmt: skip
+         "transfer_s", "reduce_s", "memory_bytes", "source", "why", "parameters", "inputs", "alternatives",
+         "refused"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(DECISIONS))

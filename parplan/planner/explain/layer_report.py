@@ -34,7 +34,7 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     once = [(formulation.times(index), options[k]) for index, (options, k) in chosen]
     several = parts.micro_batches
     runs = [(many * several * (parts.shape.passes if own.role is Stage.PASSES else 1), own) for many, own in once]
-    forward = sum(many * own.cost.forward_s for many, own in runs)
+    forward = sum(many * (own.cost.forward_s + own.cost.replay_s) for many, own in runs)
     backward = sum(many * own.cost.backward_s for many, own in runs)
     update = sum(many * own.cost.update_s for many, own in once)
     unhidden = sum(many * (own.cost.compute_interference_s + own.cost.post_update_s) for many, own in once)
@@ -44,7 +44,9 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     transfer += sum(float(node_totals(parts, reuse.node)[choice[reuse.node]]) for reuse in formulation.reused)
     exposed = found.objective - forward - backward - update - unhidden - transfer - several * step.overhead_s
     exposed = exposed if exposed > ROUNDING * found.objective else 0.0
-    doubt = several * sum(many * own.cost.spread * (own.cost.forward_s + own.cost.backward_s) for many, own in once)
+    doubt = several * sum(
+        many * own.cost.spread * (own.cost.forward_s + own.cost.replay_s + own.cost.backward_s) for many, own in once
+    )
     doubt += step.spread * (transfer + exposed + unhidden)
     return Prediction(
         step_s=found.objective,

@@ -109,11 +109,8 @@ class StrategyGroup:
     @property
     def words(self) -> str:
         """The strategy in words, with the axes of all layers that have weights."""
-        strategy = self.strategy
-        if strategy.replicas * strategy.shards == 1:
-            return "whole"
-        axes = self.axes
-        return replace(strategy, axis=" and ".join(axes) if len(axes) < 3 else "several axes").describe()
+        axis = " and ".join(self.axes) if len(self.axes) < 3 else "several axes"
+        return replace(self.strategy, axis=axis).describe("whole")
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -39,8 +39,13 @@ def print_prediction(page: Page, decision: Decision) -> None:
         told = f"{shared} of it ({units.percent(share)} of the step) shares batch norm's statistics among replicas, so"
         saved = '`batch_norm="local"` takes each replica\'s own, as DDP does, and saves it'
         moved.append(f"{told} that they are those of the whole batch; {saved}")
+    again_s = sum(layer.forward_s for layer in decision.layers if layer.strategy.saved == "replay")
     parts = [
-        ("forward", step.forward_s, ""),
+        (
+            "forward",
+            step.forward_s,
+            f"{units.time(again_s).text(again_s)} of it again, for the backward" * (again_s > 0),
+        ),
         ("backward", step.backward_s, ""),
         ("transfer", step.transfer_s, "; ".join(moved)),
         ("reduce", step.exposed_reduce_s, _hidden(step)),

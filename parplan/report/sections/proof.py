@@ -149,7 +149,8 @@ def conditions(decision: Decision) -> list[str]:
     in_passes = any(one.startswith((Scheme.BROADCAST.value, Scheme.INTERLEAVE.value)) for one in covered)
     if in_passes and Scheme.GATHER.value not in covered:
         wants.append("keeps the scheme that was asked for")
-    if (decision.speedup or 1) < 1 or proof.bound > proof.objective * (1 + 1e-6):
+    slower = (decision.speedup or 1) < 1 or proof.bound > proof.objective * (1 + 1e-6)
+    if slower and decision.cluster.count > 1:
         wants.append(f"hands the model's results to {units.all_devices(decision.cluster.count)}")
     if decision.branches and BRANCHES not in covered:
         some = "runs branches at the same time on blocks of the first devices, or one after another"

@@ -42,7 +42,7 @@ def test_the_report_says_that_memory_is_priced_without_them(reentrant: bool) -> 
     decision = parplan.analyze(Checkpointed(reentrant), torch.randn(4, 6), gpus=2)
     (note,) = (note for note in decision.notes if "checkpoint" in note)
     assert note.startswith("2 calls of torch.utils.checkpoint in the forward (")
-    assert note.endswith("memory is priced without them.")
+    assert note.endswith("(pins saved:replay).")
     assert note in json.loads(to_json(decision))["notes"]
 
 
