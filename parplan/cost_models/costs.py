@@ -61,7 +61,7 @@ class LayerCharges(LayerCost):
         post_update_s: the part that comes after the update.
         scatter_s: the part of the sum that goes to slices, in every micro-batch; the rest is summed in the last one.
         gather_s, regather_s: the way of its weights from slices, before its forward, and again before its backward.
-        replay_s: its forward again, before its unit goes back; weights are gathered again before that then.
+        replay_s: its forward again, before its backward.
     """
 
     reduce_s: float
@@ -286,6 +286,9 @@ class CostModel(Protocol):
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, or to slices."""
 
+    def runs_again(self, layer: Layer) -> bool:
+        """Whether a layer has to run forward again where its unit is replayed: the last ones need not."""
+
     def gather(self, layer: Layer, strategy: Strategy) -> tuple[float, float]:
         """Seconds on the links to put the weights of `layer` together from slices, and to sum gradients to those."""
 
@@ -303,7 +306,7 @@ def charges(costs: CostModel, layer: Layer, strategy: Strategy, passes: int = 1)
         scatter_s=scatter_s,
         gather_s=gather_s,
         regather_s=gather_s if strategy.state == "gathered" else 0.0,
-        replay_s=own.forward_s if strategy.saved == "replay" else 0.0,
+        replay_s=own.forward_s if strategy.saved == "replay" and costs.runs_again(layer) else 0.0,
     )
 
 
@@ -318,5 +321,5 @@ class AdaptedCosts:
 
     def __init__(self, base: CostModel) -> None:
         self.memory, self.peaks, self.reduction = base.memory, base.peaks, base.reduction
-        self.memory_over_step, self.gather = base.memory_over_step, base.gather
+        self.memory_over_step, self.gather, self.runs_again = base.memory_over_step, base.gather, base.runs_again
         self.transfer, self.transfer_matrix = base.transfer, base.transfer_matrix

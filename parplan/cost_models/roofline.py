@@ -195,6 +195,10 @@ class RooflineCosts:
         self._reductions[key] = total_s
         return total_s
 
+    def runs_again(self, layer: Layer) -> bool:
+        """Whether a layer has to run forward again where its unit is replayed."""
+        return layer.name in self.memory_model.ops.run_again
+
     def gather(self, layer: Layer, strategy: Strategy) -> tuple[float, float]:
         """Seconds on the links to put the weights of `layer` together from slices, one parameter after another, and to
         sum gradients to those."""

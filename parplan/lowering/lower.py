@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
@@ -40,7 +41,11 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     held = holdings(graph, laid.strategies)
     filled = buckets(graph, held, step_setting.memories, update_periods(graph, strategies, known))
     assigner = SlotAssigner(graph, step_setting, laid.numbers, passes)
-    segments = Segments(graph, laid, assigner, segment_heads(graph, filled), replayed)
+    # A unit is one segment, where nothing moves inside: what one segment hands on to another would be kept.
+    inside = {
+        other for name, other in pairwise(graph.layers) if name in replayed and replayed[name] == replayed.get(other)
+    }
+    segments = Segments(graph, laid, assigner, segment_heads(graph, filled) - inside, replayed)
     for value in (name for name in graph.user_inputs if name is not None):
         assigner.add(assigner.slot(value, step_setting.arrival(graph.batch_dims.get(value))), -1)
     sliced = {

@@ -29,7 +29,6 @@ from parplan.lowering.program import (
     Program,
     Reduce,
     Regather,
-    Replay,
     Slot,
     Staged,
     Step,
@@ -58,18 +57,9 @@ def backward(
 ) -> Iterator[Step]:
     """Backward steps: every compute step reversed, and behind it the sums and transfers that can start then.
 
-    Before the last of a unit's replayed steps goes back, all of them go forward again.
-
     Args:
-        freed: parameters that are gathered again before the step that uses them goes back, or forward again.
+        freed: parameters that are gathered again before the step that uses them.
     """
-    again = defaultdict[int, list[Regather]](list)  # by the segment that uses the weights
-    for placed in moves:
-        if isinstance(placed.step, Transfer) and placed.step.weights and placed.step.given.value in freed:
-            again[placed.backward_at].append(Regather(placed.step))
-    units = defaultdict[int | None, list[int]](list)  # the segments of each
-    for index, step in enumerate(steps):
-        units[step.unit].append(index)
     complete = defaultdict[int, list[Bucket]](list)  # by the segment whose backward completes them
     for bucket in buckets:
         uses = (i for i, step in enumerate(steps) if any(s.name in bucket.parameters for s in step.states))
@@ -77,12 +67,7 @@ def backward(
     for index in range(len(steps), -1, -1):
         here = [placed.step for placed in moves if placed.backward_at == index]
         if index < len(steps):
-            unit = units[steps[index].unit]
-            if steps[index].unit is None:
-                yield from again[index]
-            elif index == unit[-1]:
-                yield from (gather for own in unit for gather in again[own])
-                yield Replay(tuple(steps[own] for own in unit))
+            yield from (Regather(s) for s in here if isinstance(s, Transfer) and s.weights and s.given.value in freed)
             yield steps[index]
         yield from map(Reduce, complete[index])
         yield from reversed(here)

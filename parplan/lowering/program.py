@@ -23,7 +23,7 @@ from parplan.plan import LISTED_DEVICES, Scheme, Strategy
 
 __all__ = [
     "Assembly", "Bucket", "Code", "Compute", "Exchange", "Forward", "Join", "Messages", "OnePass", "Operand", "Program",
-    "Reduce", "Regather", "Replay", "Slot", "Split", "Staged", "State", "Step", "Transfer", "shape_of",
+    "Reduce", "Regather", "Slot", "Split", "Staged", "State", "Step", "Transfer", "shape_of",
 ]  # fmt: skip
 
 
@@ -111,7 +111,7 @@ class Compute:
         states: parameters and buffers, which follow as further arguments.
         results: values the code returns.
         pass_number: which pass it belongs to; None when it runs once.
-        unit: of recomputation, where the layers are replayed; None: what their backward needs is kept.
+        unit: of recomputation, where the layers run forward again when they go back; None: what that needs is kept.
     """
 
     code: Code
@@ -260,29 +260,8 @@ class Regather:
         return f"move {self.transfer.name} again"
 
 
-@dataclass(frozen=True)
-class Replay:
-    """Forward of a unit's replayed steps again, in forward order, for the backward that follows: nothing moves."""
-
-    steps: tuple[Compute, ...]
-
-    @property
-    def unit(self) -> int | None:
-        """The number of the unit."""
-        return self.steps[0].unit
-
-    @property
-    def made(self) -> frozenset[str]:
-        """Slots that it makes again."""
-        return frozenset(result.slot for step in self.steps for result in step.results)
-
-    def text(self) -> str:
-        """One line of the printed program."""
-        return f"forward again through {', '.join(' + '.join(step.layers) for step in self.steps)}"
-
-
 Forward = Compute | Transfer | Split | Join
-Step = Forward | Reduce | Regather | Replay
+Step = Forward | Reduce | Regather
 
 
 @dataclass(frozen=True)
@@ -368,16 +347,11 @@ class Program:
         again = (step.transfer for step in self.backward if isinstance(step, Regather))
         return {transfer.target: transfer.given.value for transfer in again}
 
-    @cached_property
-    def replays(self) -> Mapping[int | None, Replay]:
-        """The replays by the number of their unit."""
-        return {step.unit: step for step in self.backward if isinstance(step, Replay)}
-
     def reached(self, results: Set[str]) -> Set[str]:
         """Slots that have a gradient where these have one."""
         found = set(results)
         for step in self.backward:
-            if isinstance(step, Reduce | Regather | Replay):
+            if isinstance(step, Reduce | Regather):
                 continue
             if isinstance(step, Compute):
                 targets = [result.slot for result in step.results]
@@ -401,7 +375,7 @@ def _back_text(step: Step) -> str:
         return f"join {', '.join(step.targets)} back to {step.source}"
     if isinstance(step, Join):
         return f"split {step.target} back to {', '.join(step.sources)}"
-    if isinstance(step, Reduce | Regather | Replay):
+    if isinstance(step, Reduce | Regather):
         return step.text()
     prefix = "" if step.pass_number is None else f"pass {step.pass_number}: "
     return f"{prefix}back through {' + '.join(step.layers)}"

@@ -102,6 +102,8 @@ class Segments:
             return False
         known = {**last.operands, **last.results}
         apart = {*known, *self._graph.user_inputs}  # the user's come first
+        if last.unit is not None:  # a unit's weights come before all of it: what its segments hand on would be kept
+            apart.update(layer.parameters)
         others = (value for value in self._operands(layer) if value not in apart)
         if any(self._slots.arrives(value, layer.layout(value, strategy), pass_number) for value in others):
             return False

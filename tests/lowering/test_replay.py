@@ -36,7 +36,7 @@ def lowered(graph: LayerGraph, replayed: Collection[str], strategy: Strategy = T
     return lower(graph, chosen, StepSetting.per_process(2, 8))
 
 
-def test_a_unit_goes_forward_again_before_its_last_step_goes_back() -> None:
+def test_what_is_replayed_is_steps_of_its_own() -> None:
     graph = capture(five(), (torch.zeros(8, 8),))
     assert units(graph) == (("0", "1", "2", "3"), ("4", "5", "6", "7"))
     program = lowered(graph, ("0", "1", "2", "3", "6", "7"))
@@ -51,10 +51,8 @@ forward:
   8 on 2x1 (0,1): relu_3 -> linear_4
 backward:
   back through 8
-  forward again through 6 + 7
   back through 6 + 7
   back through 4 + 5
-  forward again through 0 + 1 + 2 + 3
   back through 0 + 1 + 2 + 3
   sum p_4_bias, p_4_weight, p_2_bias, p_2_weight, p_0_bias, p_0_weight
 """
@@ -67,20 +65,17 @@ def test_units_next_to_each_other_are_steps_of_their_own() -> None:
     assert [(step.layers, step.unit) for step in program.computes] == [
         (("0", "1", "2", "3"), 0), (("4", "5", "6", "7"), 1), (("8",), None),
     ]  # fmt: skip
-    assert {unit: replay.made for unit, replay in program.replays.items()} == {0: {"relu_1"}, 1: {"relu_3"}}
 
 
-def test_freed_weights_of_a_unit_are_gathered_before_it_goes_forward_again() -> None:
+def test_weights_of_a_unit_are_gathered_before_all_of_it() -> None:
     graph = capture(five(), (torch.zeros(8, 8),))
     program = lowered(graph, ("4", "5", "6", "7"), replace(TWO, state="gathered"))
-    assert [line.strip() for line in program.text().partition("backward:")[2].splitlines()[3:14]] == [
+    assert [line.strip() for line in program.text().partition("backward:")[2].splitlines()[3:12]] == [
         "move p_8_weight@1 back to p_8_weight",
         "move p_4_weight 2x1 (0,1) rows:0 -> p_4_weight@1 2x1 (0,1) again",
         "move p_6_weight 2x1 (0,1) rows:0 -> p_6_weight@1 2x1 (0,1) again",
-        "forward again through 4 + 5, 6 + 7",
-        "back through 6 + 7",
+        "back through 4 + 5 + 6 + 7",
         "move p_6_weight@1 back to p_6_weight",
-        "back through 4 + 5",
         "move p_4_weight@1 back to p_4_weight",
         "move p_2_weight 2x1 (0,1) rows:0 -> p_2_weight@1 2x1 (0,1) again",
         "back through 2 + 3",
@@ -91,8 +86,7 @@ def test_freed_weights_of_a_unit_are_gathered_before_it_goes_forward_again() -> 
 def test_a_graph_without_a_backward_replays_nothing() -> None:
     graph = capture(five(), (torch.zeros(8, 8),), training=False)
     program = lowered(graph, list(graph.layers))
-    assert not program.replays
-    assert len(program.computes) == 1
+    assert [step.unit for step in program.computes] == [None]
 
 
 def test_a_unit_without_gradients_is_not_replayed() -> None:
@@ -101,7 +95,8 @@ def test_a_unit_without_gradients_is_not_replayed() -> None:
         parameter.requires_grad_(False)
     graph = capture(net, (torch.zeros(8, 8),))
     assert units(graph)[0] == ("0", "1", "2", "3")
-    assert list(lowered(graph, [name for unit in units(graph) for name in unit]).replays) == [1]
+    program = lowered(graph, [name for unit in units(graph) for name in unit])
+    assert [step.unit for step in program.computes] == [None, 1, None]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

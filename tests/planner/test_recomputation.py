@@ -94,7 +94,7 @@ def test_t_of_equal_blocks_is_the_simulated_step(micro_batches: int) -> None:
 
 
 def test_a_replay_takes_its_forward_again() -> None:
-    """Of all micro-batches; nothing else takes longer."""
+    """Of all micro-batches, but for the last layer, whose result nobody keeps; nothing else takes longer."""
     problem = in_micro_batches(drawn("chain", 1), 4)
     plan = next(random_plans(problem.graph, problem.cluster, random.Random(1), Scheme.GATHER))
     names = units(problem.graph)[0]
@@ -105,7 +105,7 @@ def test_a_replay_takes_its_forward_again() -> None:
             spent[again, part.kind, part.what] += part.seconds
     assert {key[1:] for key in spent if key[0]} == {key[1:] for key in spent if not key[0]}
     for _, kind, what in [key for key in spent if not key[0]]:
-        times = 2 if kind is Kind.FORWARD and what in names else 1
+        times = 2 if kind is Kind.FORWARD and what in names[:-1] else 1
         assert spent[True, kind, what] == pytest.approx(times * spent[False, kind, what])
 
 

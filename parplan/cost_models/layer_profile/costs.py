@@ -122,6 +122,10 @@ class ProfileCosts:
         reduced_s = self.transfers.all_reduce(strategy.grid, self._bucket_bytes)
         return nbytes * reduced_s / self._bucket_bytes if nbytes else 0.0
 
+    def runs_again(self, layer: Layer) -> bool:
+        """True: what a profile's layers keep is not known, and they are in no unit."""
+        return True
+
     def gather(self, layer: Layer, strategy: Strategy) -> tuple[float, float]:
         """0: a profile knows the bytes of a layer's parameters, not their shapes, so none lie in slices."""
         return 0.0, 0.0

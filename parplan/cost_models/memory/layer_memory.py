@@ -227,9 +227,8 @@ class MemoryModel:
             read = {value for name, other in self.graph.layers.items() if name not in unit for value in other.inputs}
             read.update(value for value in self.graph.user_outputs if isinstance(value, str))
             handed_on = self.taken(local, read.intersection(layer.outputs))
-            begin, _ = self._replayed.kept_from(layer.name, (back, 0))
-            for start in (begin, back + 1):
-                yield Held(start, moments.backward(self._index[unit[0]]) + 1, handed_on)
+            for _ in ("value", "gradient"):
+                yield Held(back + 1, moments.backward(self._index[unit[0]]) + 1, handed_on)
         if local.shares_statistics:  # it runs by itself, and holds its results until it has gone back
             alone = [one for one in self._whole.owned[layer.name] if one.value in layer.outputs]
             yield from (Held(one.stop[0] + 1, back + 1, self.taken(local, [one.value])) for one in alone)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from parplan.cost_models.costs import Moments
 from parplan.cost_models.ops.op_calls import SLICES, OpCall, Operand, op_calls
@@ -90,7 +91,7 @@ class Ops:
     """
 
     def __init__(self, graph: LayerGraph, on_cpu: bool) -> None:
-        self.graph = graph
+        self.graph, self._on_cpu = graph, on_cpu
         self.calls: tuple[OpCall, ...] = ()
         self.first: dict[str, int] = {}
         for name, layer in graph.layers.items():
@@ -102,6 +103,24 @@ class Ops:
         self.order = list(graph.layers)
         self.index = {name: index for index, name in enumerate(self.order)}
         self.moments = Moments(len(self.order))
+
+    @cached_property
+    def run_again(self) -> frozenset[str]:
+        """Layers that run forward again where their unit is replayed: as far as something is there to be kept.
+
+        The last op that keeps values need not run where it keeps its inputs alone.
+        """
+        found, last = set[str](), dict[int, int]()
+        unit = unit_of(self.graph)
+        for position, (layer, call) in enumerate(zip(self.layers, self.calls, strict=True)):
+            if layer in unit and (self.saved[position] or saved_by(call, self._on_cpu).inner_bytes):
+                made = {out.name for out in call.outputs}
+                runs = saved_by(call, self._on_cpu).inner_bytes or not made.isdisjoint(self.saved[position])
+                last[unit[layer]] = position + bool(runs)
+        for position, layer in enumerate(self.layers):
+            if layer in unit and position < last.get(unit[layer], 0):
+                found.add(layer)
+        return frozenset(found)
 
     def forward(self, position: int) -> Time:
         """When an op runs forward."""
@@ -159,11 +178,14 @@ class Lifetimes:
     def __init__(self, ops: Ops, segmentation: Segmentation, replayed: Collection[str] = ()) -> None:
         self._ops = ops
         self._segments = segmentation
-        self._unit = {name: number for name, number in unit_of(ops.graph).items() if name in replayed}
-        self._units: dict[int, list[str]] = defaultdict(list)
-        for name in ops.order if self._unit else ():
-            if name in self._unit:
-                self._units[self._unit[name]].append(name)
+        # Replayed together: of one unit in one segment, as what a segment reads is kept.
+        known = unit_of(ops.graph)
+        self._run = {
+            name: (known[name], self._segment(name)) for name in ops.order if name in known and name in replayed
+        }
+        self._runs: dict[tuple[int, int], list[str]] = defaultdict(list)
+        for name, run in self._run.items():
+            self._runs[run].append(name)
         # Of every view: the value whose memory it shows, and the value whose gradient its own is a view of.
         self._storage: dict[str, str] = {}
         self._passed: dict[str, str] = {}
@@ -190,14 +212,14 @@ class Lifetimes:
 
     def kept_from(self, layer: str, forward: Time) -> Time:
         """When what a layer keeps inside begins: with its forward, or when it is replayed."""
-        if layer not in self._unit:
+        if layer not in self._run:
             return forward
-        return self._ops.moments.backward(self._ops.index[self._units[self._unit[layer]][-1]]), 0
+        return self._ops.moments.backward(self._ops.index[self._runs[self._run[layer]][-1]]), 0
 
     def _remade(self, root: str, layer: str) -> bool:
         """Whether a layer reads a value that is replayed before it goes back."""
         maker = self._maker(root)
-        return maker in self._unit and layer in self._unit and self._unit[maker] == self._unit[layer]
+        return maker in self._run and layer in self._run and self._run[maker] == self._run[layer]
 
     def _slot(self, layer: str, value: str) -> str:
         return self._segments.slots.get((layer, value), value)
@@ -225,7 +247,7 @@ class Lifetimes:
                     self.inputs.setdefault(operand.name, layer)
                 root = self._root(self._slot(layer, operand.name))
                 last[root] = ops.forward(position)
-                if layer in self._unit and not operand.state and not self._remade(root, layer):
+                if layer in self._run and not operand.state and not self._remade(root, layer):
                     keeper[root] = max(keeper.get(root, (0, 0)), self._done(layer))
             for name in ops.saved[position]:
                 root = self._root(self._slot(layer, name))
@@ -239,12 +261,9 @@ class Lifetimes:
                 layer, start = ops.layers[position], ops.forward(position)
                 needed = max(start, last.get(name, start), keeper.get(name, start))
                 handed_on = self._done(layer) if name in leaving else (0, 0)
-                if layer not in self._unit:
-                    self._add(layer, name, start, handed_on if name in leaving else needed)
-                    continue
-                self._add(layer, name, start, needed)
-                if name in leaving or name in again:
-                    self._add(layer, name, self.kept_from(layer, start), max(handed_on, again.get(name, (0, 0))))
+                self._add(layer, name, start, handed_on if name in leaving else needed)
+                if name in again:
+                    self._add(layer, name, self.kept_from(layer, start), again[name])
 
     def _add(self, layer: str | None, value: str, start: Time, stop: Time) -> None:
         self.owned[layer].append(Lifetime(layer, value, start, stop))

@@ -200,15 +200,11 @@ class _Step:
 
     def _gather_again(self, transfer: Transfer, sizes: Messages) -> None:
         """Weights that are gathered before a segment goes back: put together beside their messages, then copied to
-        where its graph holds them; a replay takes them as they are."""
+        where its graph holds them."""
         moments, first = self._moments, self._reader(transfer.target)
-        ready = moments.backward(self._last[first]), 0
-        reader = self._model.ops.order[first]
-        begin, _ = self._lifetimes.kept_from(reader, ready)
-        nbytes = self._nbytes(transfer.wanted)
+        begin, nbytes = moments.backward(self._last[first]), self._nbytes(transfer.wanted)
         received = transfer.wanted.dtype.itemsize * self._spread(transfer.wanted.layout.grid, sizes.received)
-        copied = nbytes if self._program.strategies[reader].saved == "keep" else 0 * nbytes
-        self._hold(begin - 1, begin, nbytes + np.maximum(received, copied))
+        self._hold(begin - 1, begin, nbytes + np.maximum(received, nbytes))
         self._hold(begin, moments.backward(first) + 1, nbytes)
 
     def _move_back(self, transfer: Transfer, sizes: Messages) -> IntArray:

@@ -19,8 +19,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.planner.search_space.options import NodeParts
-from parplan.planner.search_space.step_time import EdgeParts
+from parplan.planner.search_space.step_time import EdgeParts, NodeParts
 from parplan.planner.solver.problem import FloatArray
 
 __all__ = ["Within", "folded"]
@@ -28,7 +27,7 @@ __all__ = ["Within", "folded"]
 HEAVY = 4
 """Layers whose devices are followed, those with the longest updates and gradient sums."""
 
-COMPUTE = ("once_s", "backward_s", "replay_s", "interference_s", "scatter_interference_s")
+COMPUTE = ("once_s", "backward_s", "interference_s", "scatter_interference_s")
 """Seconds of layers that branches divide among the devices."""
 
 Groups = list[NDArray[np.intp]]
@@ -59,14 +58,10 @@ def folded(
     shares = [
         np.array([options[group[0]][1] / devices for group in own]) for options, own in zip(forms, groups, strict=True)
     ]
-    small = []
-    for node, group in zip(nodes, groups, strict=True):
-        first = [one[0] for one in group]
-        small.append(
-            replace(
-                node.each(partial(_least, groups=group)), regathers=node.regathers[first], replays=node.replays[first]
-            )
-        )
+    small = [
+        replace(node.each(partial(_least, groups=group)), regathers=node.regathers[[one[0] for one in group]])
+        for node, group in zip(nodes, groups, strict=True)
+    ]
     heavy = sorted(
         (-float((node.update_s + node.sum_s)[share < 1].max(initial=0.0)), v)
         for v, (node, share) in enumerate(zip(small, shares, strict=True))

@@ -20,14 +20,14 @@ import numpy as np
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel, Moments
 from parplan.graph.layer_graph import Layer, LayerGraph
-from parplan.graph.repeated import Fold, units
+from parplan.graph.repeated import Fold
 from parplan.lowering.stages import Stage
 from parplan.plan import Strategy
 from parplan.planner.search_space.any_block import folded
 from parplan.planner.search_space.edges import TransferReuse, edge_parts, equal, reuses, ties
-from parplan.planner.search_space.options import NodeParts, Option, arrival_s, node_parts, priced_option
+from parplan.planner.search_space.options import Option, arrival_s, node_parts, priced_option
 from parplan.planner.search_space.shape import ONE_PASS, Choice, Placement, Shape, choices, role_rows
-from parplan.planner.search_space.step_time import EdgeParts, StepParts, assembled
+from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
 __all__ = ["Formulation", "InfeasibleShape", "formulate", "reassembled"]
@@ -173,8 +173,8 @@ def formulate(
     edges += ties(graph, fold, layers, place, options)
     edges += _reuse_ties(fold, graph, place, reused, own_parts, shape) if fold is not None else []
     _check_far(far_s, own_parts)
-    times = costs.step.micro_batches, _replayed(graph, layers, own_parts, phases)
-    parts = StepParts(own_parts, edges, shape, costs.step.hidden, phases, far_s, len(names) + 1, between, *times)
+    several = costs.step.micro_batches
+    parts = StepParts(own_parts, edges, shape, costs.step.hidden, phases, far_s, len(names) + 1, between, several)
     # The devices that are followed hold at least as much as any other of their kind.
     lanes = () if shape.average else shape.lanes
     node_s, edge_s, maxima = assembled(parts)
@@ -361,22 +361,6 @@ def _reuse_ties(
                 zero = np.zeros_like(same)
                 ties.append(EdgeParts(own.node, again.node, same, (zero, zero)))
     return ties
-
-
-def _replayed(
-    graph: LayerGraph, layers: Mapping[str, int], nodes: Sequence[NodeParts], phases: Sequence[Sequence[Sequence[int]]]
-) -> dict[int, tuple[int, ...]]:
-    """The nodes that are replayed before a node goes back: those of its unit, before the last of them; of a unit with
-    branches that may run at the same time, each where it goes back itself."""
-    branching = {v for phase in phases for branch in phase for v in branch}
-    found: dict[int, tuple[int, ...]] = {}
-    for unit in units(graph):
-        replayed = dict.fromkeys(v for v in map(layers.__getitem__, unit) if nodes[v].replays.any())
-        if branching.isdisjoint(replayed):
-            found |= {max(replayed): tuple(replayed)} if replayed else {}
-        else:
-            found |= {v: (v,) for v in replayed}
-    return found
 
 
 def _placements(

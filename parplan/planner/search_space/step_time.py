@@ -19,8 +19,7 @@ for every device that is followed. Of M micro-batches all but the last add forwa
     T = M forward + (M - 1) backward + max(D_0, E_0 + updates)
 
 but for sums to slices, which are part of every one: (M - 1) max(D_0, E_0) then, of those sums alone. Weights that are
-gathered again wait for the sums behind them, on the same links: D_i-1 = max(D_i, E_i) + gather + backward. What is
-replayed runs forward again, and gathers its weights before, when the last layer of its unit is about to go back.
+gathered again wait for the sums behind them, on the same links: D_i-1 = max(D_i, E_i) + gather + backward.
 
 D_i counts in E_i on the devices that layer i uses only. A device also sends back the gradients of what it read before
 it updates. E_i is also at least the backward of the device's own layers down to i, and T at least all of it: that never
@@ -36,24 +35,88 @@ own, and so is its backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parplan.plan import Scheme
-from parplan.planner.search_space.options import NodeParts
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.solver.problem import FloatArray, Maximum, Row
 
-__all__ = ["OWN", "EdgeParts", "StepParts", "assembled", "edge_totals", "node_totals"]
+__all__ = ["OWN", "EdgeParts", "NodeParts", "StepParts", "assembled", "edge_totals", "node_totals"]
 
 
 OWN = "own backward"
 """The name of maxima of what a device goes back itself, which never set T."""
+
+
+@dataclass(frozen=True, eq=False)
+class NodeParts:
+    """Seconds of one layer per option, shape (options,) each.
+
+    Args:
+        once_s: what counts once and hides nothing: forward outside of passes, batch statistics.
+        arrival_s: inputs of the user that come once; they are on all devices, which they hold.
+        pass_forward_s, pass_backward_s: compute of one pass, of layers in passes.
+        backward_s: compute of the backward outside of passes, with what gradient sums take from it.
+        samples_in_s: inputs of the user that one pass brings in.
+        sum_s: the gradient sum, as far as it runs beside the backward.
+        interference_s: what gradient sums take from the backward, which has it.
+        update_s: the optimizer's update and the part of the sum after it.
+        scatter_s, scatter_interference_s, late_scatter_s: of sums to slices, which all micro-batches take: the same.
+        regathers: 1 where weights are gathered again for the backward, else 0.
+        lanes: whether an option uses each lane, shape (lanes, options).
+        beside: of layers of branches, whether each lane's time has an option: its own, and what runs one after another.
+        order: of layers of branches, per option all lanes by how much its placement gives them to do, the most first.
+    """
+
+    once_s: FloatArray
+    arrival_s: FloatArray
+    backward_s: FloatArray
+    pass_forward_s: FloatArray
+    pass_backward_s: FloatArray
+    samples_in_s: FloatArray
+    sum_s: FloatArray
+    interference_s: FloatArray
+    update_s: FloatArray
+    scatter_s: FloatArray
+    scatter_interference_s: FloatArray
+    late_scatter_s: FloatArray
+    lanes: FloatArray
+    regathers: FloatArray
+    beside: FloatArray | None = None
+    order: NDArray[np.intp] | None = None
+
+    def each(self, change: Callable[[FloatArray], FloatArray]) -> NodeParts:
+        """The same with all seconds changed."""
+        names = (own.name for own in fields(self) if own.name.endswith("_s"))
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
+        return replace(self, **changed)
+
+    def scaled(self, times: int) -> NodeParts:
+        """Parts of so many equal layers."""
+        return self.each(lambda seconds: times * seconds)
+
+    @staticmethod
+    def alone(once_s: FloatArray, lanes: int) -> NodeParts:
+        """Parts of a decision that is no layer: what counts once, on no device."""
+        none: dict[str, Any] = {own.name: np.zeros_like(once_s) for own in fields(NodeParts) if own.name.endswith("_s")}
+        zero = {**none, "regathers": np.zeros_like(once_s), "lanes": np.zeros((lanes, len(once_s)))}
+        return NodeParts(**{**zero, "once_s": once_s})
+
+    @property
+    def before_last(self) -> NodeParts:
+        """Parts in a micro-batch behind which others come."""
+        return replace(
+            self,
+            backward_s=self.backward_s - self.interference_s + self.scatter_interference_s,
+            sum_s=self.scatter_s,
+            interference_s=self.scatter_interference_s,
+            update_s=self.late_scatter_s,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +176,6 @@ class StepParts:
             that it does not use, and sums out of those of gathers that it does not have. T is exact below it.
         between: nodes that stand for the layers of repeated blocks between the first and the last.
         micro_batches: of a step; the seconds are of one of them.
-        replayed: by node, those that are replayed before it goes back.
     """
 
     nodes: Sequence[NodeParts]
@@ -125,7 +187,6 @@ class StepParts:
     layers: int
     between: frozenset[int]
     micro_batches: int = 1
-    replayed: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 def node_totals(parts: StepParts, v: int) -> FloatArray:
@@ -133,8 +194,7 @@ def node_totals(parts: StepParts, v: int) -> FloatArray:
     arrivals included."""
     own, passes, more = parts.nodes[v], parts.shape.passes, parts.micro_batches - 1
     inside = own.pass_forward_s + own.pass_backward_s + own.samples_in_s
-    both = own, own.before_last
-    once, again = (one.once_s + one.arrival_s + one.replay_s + one.backward_s + one.update_s for one in both)
+    once, again = (one.once_s + one.arrival_s + one.backward_s + one.update_s for one in (own, own.before_last))
     return once + more * again + passes * inside
 
 
@@ -176,7 +236,7 @@ def assembled(parts: StepParts) -> tuple[list[FloatArray], list[FloatArray], tup
     for v, own in enumerate(parts.nodes):
         once, rest = own.once_s + own.pass_forward_s, own.arrival_s + (1 + again) * own.samples_in_s
         rest = rest + (0.0 if shape.by_device else own.update_s + more * own.late_scatter_s) + more * own.arrival_s
-        back = 0.0 if in_slices else own.replay_s + own.before_last.backward_s
+        back = 0.0 if in_slices else own.before_last.backward_s
         nodes.append(rest if v in in_phase else once + more * (own.once_s + back) + rest)
     for part in parts.edges:
         once = (1 + more) * part.once[0] + (0.0 if in_slices else more * part.once[1])
@@ -253,8 +313,7 @@ def _phase_rows(
         row = _Sum(maxima=dict(begin or {}))
         for v in track:
             own = parts.nodes[v]
-            seconds = own.replay_s + own.backward_s if backward else own.once_s
-            row.node(v, _counted(parts, v, _places(parts, v, place)) * seconds)
+            row.node(v, _counted(parts, v, _places(parts, v, place)) * (own.backward_s if backward else own.once_s))
             for e, edge in ((e, edge) for e, edge in enumerate(parts.edges) if edge.counted_at == v):
                 row.edge(e, _held(parts, e, _places(parts, edge.target, place)) * edge.once[backward])
         rows.append(row.row())
@@ -342,20 +401,13 @@ class _Backward:
         """
         own, counted = self.parts.nodes[v], _counted(self.parts, v, lane)
         places = [(place, end) for place, end in enumerate(self.ends) if lane is None or place == lane]
-        replayed = [(u, self.parts.nodes[u]) for u in self.parts.replayed.get(v, ())]
-        gathers = [(v, own, 1 - own.replays), *((u, one, one.replays) for u, one in replayed)]
-        gathers = [(u, one, here * one.regathers) for u, one, here in gathers if (here * one.regathers).any()]
-        if gathers:
+        if own.regathers.any():
             rows = [done.row()]
-            for (place, end), (u, one, here) in product(places, gathers):
+            for place, end in places:
                 if end is not None:
-                    beyond = -self.far_s * (1 - here * (one.lanes[place] == 1))
-                    rows.append(Row({u: beyond}, maxima={end: 1.0}))
+                    beyond = -self.far_s * (1 - own.regathers * (own.lanes[place] == 1))
+                    rows.append(Row({v: beyond}, maxima={end: 1.0}))
             done = _Sum(maxima={self.add(f"gathers before the backward of {v}", *rows): 1.0})
-        for u, one in replayed:
-            done.node(u, _counted(self.parts, u, lane) * one.replay_s)
-            for place, _ in places if self.by_device else ():
-                self.busy[place].node(u, one.lanes[place] * one.replay_s)
         done.node(v, counted * (own.backward_s + own.pass_backward_s))
         if self.by_device or own.sum_s.any():
             before = self.add(f"backward of {v}", done.row())

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from parplan.cost_models.communication.traffic import traffic
-from parplan.lowering.program import Code, Compute, Reduce, Regather, Replay, Split, Staged, Step, Transfer
+from parplan.lowering.program import Code, Compute, Reduce, Regather, Split, Staged, Step, Transfer
 from parplan.planner.simulation.list_schedule import Task
 from parplan.planner.simulation.priced_program import Busy, LayerWork, Move, PricedProgram
 
@@ -209,9 +209,6 @@ class _StepTasks:
         ahead = kind is Kind.FORWARD
         slots = self._values if ahead else self._gradients
         for step in steps:
-            if isinstance(step, Replay):
-                self.replay(step)
-                continue
             if isinstance(step, Reduce | Regather):
                 continue  # with the layers whose gradients, or weights, they are
             if isinstance(step, Compute):
@@ -248,33 +245,23 @@ class _StepTasks:
             cost = layer.cost
             gather_s, seconds = cost.gather_s, cost.forward_s
             if kind is Kind.BACKWARD:
-                gather_s, seconds = cost.regather_s if step.unit is None else 0.0, cost.backward_s
+                gather_s, seconds = cost.regather_s, cost.backward_s
             for device in devices:
                 tasks: Iterable[int] = (own[device],) if device in own else after[device]
-                # In the program's order, as a stream serves them: in passes, and behind what is replayed.
-                if number is not None or (kind is Kind.BACKWARD and step.unit is not None):
+                if number is not None:  # in the program's order, as a stream serves them
                     tasks = (*tasks, *self._computed.get(device, ()))
                 lanes = _lane(Lane.COMPUTE, (device,))
                 if gather_s > 0:  # by the same links as sums, behind them
                     links = _lane(Lane.SUMS, (device,))
                     tasks = (self.add(Kind.TRANSFER, name, gather_s, (*lanes, *links), tasks, number, (device,)),)
+                if kind is Kind.BACKWARD and cost.replay_s > 0:
+                    tasks = (self.add(Kind.FORWARD, name, cost.replay_s, lanes, tasks, number, (device,)),)
                 own[device] = self.add(kind, name, seconds, lanes, tasks, number, (device,))
             if kind is Kind.BACKWARD and (number in (None, 0) if due is None else name in due):
                 self.sum(layer, own, number)
         if number is not None:
             self._of_pass[kind, number] += own.values()
         return own
-
-    def replay(self, step: Replay) -> None:
-        """The layers of a unit forward again on each device, behind the gathers of their weights."""
-        layers = [self.priced.layers[name] for one in step.steps for name in one.layers]
-        gathers = [(Kind.TRANSFER, layer, layer.cost.regather_s) for layer in layers if layer.cost.regather_s > 0]
-        for kind, layer, seconds in (*gathers, *((Kind.FORWARD, layer, layer.cost.replay_s) for layer in layers)):
-            for device in layer.devices:
-                lanes, after = _lane(Lane.COMPUTE, (device,)), self._computed.get(device, ())
-                if kind is Kind.TRANSFER:  # by the same links as sums, behind them
-                    lanes = (*lanes, *_lane(Lane.SUMS, (device,)))
-                self.add(kind, layer.name, seconds, lanes, after, None, (device,))
 
     def sum(self, layer: LayerWork, own: dict[int, int], number: int | None) -> None:
         """Sum a layer's gradients: what that takes from compute, then the rest beside it."""

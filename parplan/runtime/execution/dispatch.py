@@ -19,9 +19,7 @@ import torch
 from parplan.errors import PlanError
 from parplan.runtime.transport.base import Transport
 
-__all__ = [
-    "CallersModes", "Dispatch", "Inline", "Threads", "ThreadsOption", "autocasts", "casting", "dispatch_for",
-]  # fmt: skip
+__all__ = ["CallersModes", "Dispatch", "Inline", "Threads", "ThreadsOption", "dispatch_for"]
 
 T = TypeVar("T")
 
@@ -113,7 +111,8 @@ class CallersModes:
     @staticmethod
     def current() -> CallersModes:
         """Those of this thread."""
-        casts = autocasts()  # a thread starts without
+        # A thread starts without autocast.
+        casts = {k: torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)}
         streams: list[torch.cuda.Stream] = []  # that a new thread would not have: last that of the current device
         if torch.cuda.is_initialized():
             here = torch.cuda.current_device()
@@ -129,21 +128,8 @@ class CallersModes:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.gradients))
-            stack.enter_context(casting(self.autocast))
+            for kind, dtype in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
             for stream in self.streams:
                 stack.enter_context(torch.cuda.stream(stream))
             yield
-
-
-def autocasts() -> dict[str, torch.dtype]:
-    """The types that autocast casts to here, by the kind of device; none where it is off."""
-    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
-
-
-@contextmanager
-def casting(casts: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Autocast to these types alone."""
-    with ExitStack() as stack:
-        for kind in casts.keys() | autocasts().keys():
-            stack.enter_context(torch.autocast(kind, dtype=casts.get(kind), enabled=kind in casts))
-        yield

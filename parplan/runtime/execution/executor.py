@@ -6,7 +6,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,19 +13,19 @@ from torch import Tensor
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid
-from parplan.lowering.program import Compute, Program, Replay, Transfer
+from parplan.lowering.program import Compute, Program, Transfer
 from parplan.runtime.compat import writes
 from parplan.runtime.execution.buffer_sync import BufferBroadcast
-from parplan.runtime.execution.dispatch import Dispatch, Inline, autocasts, casting
+from parplan.runtime.execution.dispatch import Dispatch, Inline
 from parplan.runtime.execution.module_hooks import HookCalls
 from parplan.runtime.execution.parameter_store import Store
-from parplan.runtime.execution.random_state import OwnDraws, SeededOps, drawing_from, draws_any, generator_states
+from parplan.runtime.execution.random_state import OwnDraws, SeededOps, draws_any
 from parplan.runtime.execution.segment_cache import SegmentCache, written_buffers
 from parplan.runtime.execution.timeline import Recorder, Span
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Held, Pending, Transport
 
-__all__ = ["Executor", "FreedWeights", "KeptUnit", "SlotParts", "memory"]
+__all__ = ["Executor", "FreedWeights", "SlotParts", "memory"]
 
 
 class Executor:
@@ -137,7 +136,8 @@ class Executor:
     def each(self, step: Compute, work: Callable[[int], object], backward: bool = False) -> None:
         """Do `work` for those devices of a step that are in this process; in turn where it draws random numbers."""
         dispatch = self.backward_dispatch if backward else self.dispatch
-        dispatch.each(self.owned(step.grid.devices), work, ordered=not backward and self.is_random(step))
+        draws = self.is_random(step) and (not backward or step.unit is not None)
+        dispatch.each(self.owned(step.grid.devices), work, ordered=draws)
 
     def is_random(self, step: Compute) -> bool:
         """Whether a step draws random numbers."""
@@ -288,81 +288,13 @@ class FreedWeights:
         self._parts.drop(transfer.target)  # of a backward before, where a step did not go back on some device
         self._parts.start(transfer, {device: self._store.slice(name, device) for device in owned})
 
-    def take(self, slot: str, device: int) -> Tensor | None:
-        """Gathered weights, for a graph that is yet to be made; None where none came."""
-        return self._parts.get(slot).pop(device, None)
-
     def refill(self, device: int, weights: Mapping[str, Tensor]) -> None:
         """Put gathered weights into a graph's tensors, by slot."""
         for slot, tensor in weights.items():
-            if tensor.untyped_storage().size() == 0 and (found := self.take(slot, device)) is not None:
+            if tensor.untyped_storage().size() == 0 and (found := self._parts.get(slot).pop(device, None)) is not None:
                 with self._transport.on(device):
                     tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
                     tensor.data.copy_(found)  # a write that autograd need not know of: the same values
-
-
-class KeptUnit:
-    """The values and states of generators that one call keeps of a unit's forward for its replay.
-
-    Args:
-        executor: whose program runs.
-        replay: of the unit.
-    """
-
-    def __init__(self, executor: Executor, replay: Replay) -> None:
-        self._executor = executor
-        self._apart = replay.made | executor.program.freed.keys()  # made, or gathered, again
-        self._call = executor.seeded.seed, executor.seeded.micro_batch
-        self._casts = autocasts()
-        self._values: dict[tuple[str, int], Tensor] = {}  # by slot and device
-        self._states: dict[tuple[int, int], list[Tensor]] = {}  # parameters and buffers by step and device
-        self._generators: dict[tuple[int, int], Mapping[torch.Generator, Tensor]] = {}
-        self._writes: list[tuple[str, Tensor, int]] = []  # until the forward, by name
-
-    def keep(self, step: Compute, device: int, parts: SlotParts) -> None:
-        """Keep what one of its steps, which is about to run forward on a device, will need again."""
-        executor, known = self._executor, (id(step), device)
-        states = self._states[known] = executor.states(step, device)
-        self._writes += ((state.name, own, writes(own)) for state, own in zip(step.states, states, strict=True))
-        for slot in step.reads:
-            tensor = None if slot in self._apart else parts.get(slot).get(device)
-            if tensor is not None:
-                self._values[slot, device] = tensor
-                self._writes.append((executor.program.slots[slot].value, tensor, writes(tensor)))
-        if executor.is_random(step):
-            self._generators[known] = generator_states(executor.transport.physical(device))
-
-    def run_again(self, steps: Iterable[Compute], freed: FreedWeights, compute: Callable[..., None]) -> None:
-        """Run some of its steps again, with the random numbers and the autocast of their forward.
-
-        Args:
-            freed: weights that were gathered for it.
-            compute: runs a step on a device, whose operands are in `parts`, with these states; puts the results there.
-
-        Raises:
-            RuntimeFailure: a value, parameter or buffer that it reads was written since the forward.
-        """
-        executor = self._executor
-        for name, tensor, count in self._writes:
-            if writes(tensor) != count:
-                raise RuntimeFailure(
-                    f"{executor.graph.label(name)} was written between a forward and its backward, for which layers "
-                    'that read it run forward again; call backward before it is written, or plan them with saved "keep"'
-                )
-        parts = SlotParts(executor.transport, executor.recorder)
-        for (slot, device), tensor in self._values.items():
-            parts.put(slot, device, tensor)
-
-        def work(step: Compute, device: int) -> None:
-            for slot in executor.program.freed.keys() & step.reads:
-                if (weights := freed.take(slot, device)) is not None:
-                    parts.add(slot, device, weights)
-            with drawing_from(self._generators.get((id(step), device), {})):
-                compute(step, device, parts, states=self._states[id(step), device])
-
-        with executor.seeded.of(*self._call), casting(self._casts):
-            for step in steps:
-                executor.each(step, partial(work, step))
 
 
 def memory(tensor: Tensor) -> int:

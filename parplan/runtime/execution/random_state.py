@@ -13,7 +13,7 @@ result differs by.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from parplan.graph.packed_sequences import RNN_PACKED
 from parplan.graph.sites import site_of
 from parplan.plan import Strategy
 
-__all__ = ["OwnDraws", "SeededOps", "drawing_from", "draws_any", "generator_states"]
+__all__ = ["OwnDraws", "SeededOps", "draws_any"]
 
 aten = torch.ops.aten
 
@@ -83,6 +83,10 @@ class SeededOps:
         seed = (self.local_seed - place * _STRIDE) % _SEEDS  # places of ops count upwards from the seed
         return OwnDraws(seed if self.apart else None, places)
 
+    def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Contexts of a forward and of its replays, which draw what the forward draws."""
+        return nullcontext(), _Again(self, self.seed, self.micro_batch)
+
     def apply(self, code: fx.GraphModule, part: LocalLayer, row: int) -> None:
         """Let the ops of one device's part of a layer draw from the generator that is theirs."""
         if part.layer.name not in self._layers:
@@ -102,16 +106,6 @@ class SeededOps:
                 made.target = self._seeded(made.target, place)
         code.recompile()
 
-    @contextmanager
-    def of(self, seed: int, micro_batch: int) -> Iterator[None]:
-        """Draw what a call with this seed draws in one of its micro-batches."""
-        before = self.seed, self.micro_batch
-        self.seed, self.micro_batch = seed, micro_batch
-        try:
-            yield
-        finally:
-            self.seed, self.micro_batch = before
-
     def _seeded(self, op: Callable[..., Any], place: int) -> Callable[..., Any]:
         def seeded(*args: Any, **kwargs: Any) -> Any:
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
@@ -125,6 +119,20 @@ class SeededOps:
                 generator.set_state(state)
 
         return seeded
+
+
+class _Again(AbstractContextManager[None]):
+    """Ops draw what a call with this seed draws in one of its micro-batches; entered once per backward."""
+
+    def __init__(self, seeded: SeededOps, seed: int, micro_batch: int) -> None:
+        self._seeded, self._own = seeded, (seed, micro_batch)
+
+    def __enter__(self) -> None:
+        seeded, own = self._seeded, self._own
+        self._before, (seeded.seed, seeded.micro_batch) = (seeded.seed, seeded.micro_batch), own
+
+    def __exit__(self, *_: object) -> None:
+        self._seeded.seed, self._seeded.micro_batch = self._before
 
 
 class OwnDraws:
@@ -156,25 +164,6 @@ class OwnDraws:
             self._states = [generator.get_state() for generator in self._generators]
             for generator, state in zip(self._generators, callers, strict=True):
                 generator.set_state(state)
-
-
-def generator_states(device: torch.device) -> dict[torch.Generator, torch.Tensor]:
-    """The states of the generators that a step on a device draws from by default."""
-    generators = {_generator(place) for place in (torch.device("cpu"), device)}
-    return {generator: generator.get_state() for generator in generators}
-
-
-@contextmanager
-def drawing_from(states: Mapping[torch.Generator, torch.Tensor]) -> Iterator[None]:
-    """Draw from generators in these states; they are as they were afterwards."""
-    before = {generator: generator.get_state() for generator in states}
-    try:
-        for generator, state in states.items():
-            generator.set_state(state)
-        yield
-    finally:
-        for generator, state in before.items():
-            generator.set_state(state)
 
 
 def _generator(device: torch.device) -> torch.Generator:

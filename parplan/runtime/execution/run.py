@@ -13,27 +13,15 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from parplan.errors import RuntimeFailure
 from parplan.graph.user_line import failing_layer
 from parplan.layout import whole_block
 from parplan.lowering.passes import put, take
-from parplan.lowering.program import (
-    Code,
-    Compute,
-    Forward,
-    Join,
-    Reduce,
-    Regather,
-    Replay,
-    Slot,
-    Split,
-    State,
-    Step,
-    Transfer,
-)
-from parplan.runtime.compat import in_backward, keeps_graph
-from parplan.runtime.execution.executor import Executor, FreedWeights, KeptUnit, SlotParts, memory
+from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Regather, Slot, Split, State, Step, Transfer
+from parplan.runtime.compat import in_backward, keeps_graph, writes
+from parplan.runtime.execution.executor import Executor, FreedWeights, SlotParts, memory
 from parplan.runtime.execution.gradients import Gradients
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 
@@ -42,10 +30,14 @@ __all__ = ["Run"]
 
 @dataclass(frozen=True)
 class _Recorded:
-    """The autograd graph of one compute step on one device; `inputs` are leaves, or do not need gradients."""
+    """The autograd graph of one compute step on one device; `inputs` are leaves, or do not need gradients.
+
+    Of a step that is replayed, also how often each input had been written.
+    """
 
     inputs: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
+    writes: tuple[int, ...] = ()
 
 
 class Run:
@@ -84,7 +76,6 @@ class Run:
         self._to_slices: list[str] = []  # parameters whose gradients are on their way to slices
         self._again = in_backward()
         self._freed = FreedWeights(executor.store, self._transport, self._recorder)
-        self._units: dict[int | None, KeptUnit] = {}  # for their replay
         self._kept = kept
         self._micro_batch = executor.seeded.micro_batch = micro_batch
         self._random_state = executor.own_draws()
@@ -147,9 +138,7 @@ class Run:
             self._join(parts, step.sources, step.target, step)
         else:
             executor.seeded.micro_batch = self._micro_batch if step.pass_number is None else step.pass_number
-            if record and step.unit is not None:
-                self._units.setdefault(step.unit, KeptUnit(executor, self._program.replays[step.unit]))
-            executor.each(step, partial(self._forward_on, step, parts=parts, record=record))
+            executor.each(step, partial(self._compute, step, parts=parts, record=record))
             executor.done(step)
             self._free_weights(step)
         for slot in executor.last_reads[id(step)]:
@@ -186,24 +175,7 @@ class Run:
     def _arrival(self, slot: Slot) -> int:
         return slot.devices[0] if self._transport.processes == 1 else self._transport.owned[0]
 
-    def _forward_on(self, step: Compute, device: int, parts: SlotParts, record: bool) -> None:
-        if record and step.unit is not None:
-            with self._transport.on(device):
-                self._units[step.unit].keep(step, device, parts)
-        self._compute(step, device, parts, record and step.unit is None)
-
-    def _replay(self, replay: Replay) -> None:
-        """Run the replayed steps of a unit that have a gradient forward again, and record them."""
-        reached = self._reached
-        steps = [s for s in replay.steps if reached is None or not reached.isdisjoint(r.slot for r in s.results)]
-        unit = self._units.pop(replay.unit, None) if self._frees else self._units.get(replay.unit)
-        places = {(id(step), device) for step in steps for device in self._executor.owned(step.grid.devices)}
-        if unit is not None and not self._recorded.keys() >= places:  # as by a backward that kept its graphs
-            unit.run_again(steps, self._freed, partial(self._compute, record=True))
-
-    def _compute(
-        self, step: Compute, device: int, parts: SlotParts, record: bool, states: Sequence[Tensor] | None = None
-    ) -> None:
+    def _compute(self, step: Compute, device: int, parts: SlotParts, record: bool) -> None:
         executor, slots = self._executor, self._program.slots
         made = [slots[result.slot] for result in step.results]
         # Without samples a device takes part in a normalisation alone, for the running statistics.
@@ -215,15 +187,21 @@ class Run:
         with self._transport.on(device), torch.set_grad_enabled(record):
             values = [parts.get(operand.slot)[device] for operand in step.operands]
             needed = [record and slots[operand.slot].requires_grad for operand in step.operands]
-            states = executor.states(step, device) if states is None else states
+            states = executor.states(step, device)
             needed += [record and state.name in self.parameters for state in step.states]
             inputs = tuple(
                 t.detach().requires_grad_() if n else t for t, n in zip((*values, *states), needed, strict=True)
             )
             executor.hooks.guard(inputs)
             self._recorder.computing(device)
+            code = executor.code.get(step, device)
+            if record and step.unit is not None:
+                code = partial(
+                    checkpoint, code, use_reentrant=False, preserve_rng_state=executor.is_random(step),
+                    context_fn=executor.seeded.again,
+                )  # fmt: skip
             try:
-                results = executor.dispatch.apart(executor.code.get(step, device), *inputs)
+                results = executor.dispatch.apart(code, *inputs)
             except (IndexError, RuntimeError, ValueError) as error:
                 if type(error) not in (IndexError, RuntimeError, ValueError):  # of a class of its own: kept as it is
                     raise
@@ -240,7 +218,8 @@ class Run:
                 )
             parts.add(slot.name, device, tensor.detach())
         if record:
-            self._recorded[id(step), device] = _Recorded(inputs, results)
+            counts = tuple(map(writes, inputs)) if step.unit is not None else ()
+            self._recorded[id(step), device] = _Recorded(inputs, results, counts)
 
     def update_buffers(self, parts: SlotParts) -> None:
         """Assign buffers that the forward writes; those that the model writes last wait for `end`."""
@@ -350,8 +329,6 @@ class Run:
             elif isinstance(step, Regather):
                 if self._reached is None or step.transfer.target in self._reached:
                     self._freed.gather(step.transfer)
-            elif isinstance(step, Replay):
-                self._replay(step)
             else:
                 for device in self._executor.owned(step.grid.devices):
                     self._freed.refill(device, self._weights(step, device))
@@ -415,6 +392,14 @@ class Run:
         leaves = [tensor for tensor in recorded.inputs if tensor.requires_grad]
         if not ends or not leaves:
             return
+        names = [*(operand.name for operand in step.operands), *(state.name for state in step.states)]
+        for name, tensor, count in zip(names, recorded.inputs, recorded.writes, strict=False):
+            if writes(tensor) != count:
+                raise RuntimeFailure(
+                    f"{self._executor.graph.label(name)} was written between a forward and its backward, for which "
+                    "layers that read it run forward again; call backward before it is written, or plan them with "
+                    'saved "keep"'
+                )
         differentiate = partial(torch.autograd.grad, allow_unused=True, retain_graph=not self._frees)
         with self._transport.on(device):
             given: Sequence[Tensor | None] = self._executor.backward_dispatch.apart(differentiate, ends, leaves, pulls)
