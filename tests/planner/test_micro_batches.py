@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import chain, compress, islice, pairwise, product
+from math import inf
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def decided(graph: LayerGraph, cluster: Cluster) -> Decision:
 def best_of_all(graph: LayerGraph, cluster: Cluster) -> float | None:
     """The simulated step of the fastest plan that fits, of all plans in all numbers of micro-batches; and with state in
     slices, and units replayed, in numbers that double."""
-    found, doubled = [], 1
+    best_s, doubled = inf, 1
 
     def sliced(layer: Layer, strategy: Strategy) -> bool:
         return bool(slices(graph, layer, replace(strategy, state="sharded")))
@@ -120,14 +121,15 @@ def best_of_all(graph: LayerGraph, cluster: Cluster) -> float | None:
                 name: replace(one, saved=saved.get(name, "keep"))
                 for name, one in zip(own.graph.layers, chosen, strict=True)
             }
-            if fits(own.graph, cluster, own.costs, layers):
-                plan = Plan(graph.model, graph.fingerprint, graph.batch or 1, cluster.count, layers)
-                found.append(simulate(own.graph, cluster, own.costs, plan).step_s)
-    return min(found, default=None)
+            plan = Plan(graph.model, graph.fingerprint, graph.batch or 1, cluster.count, layers)
+            step_s = simulate(own.graph, cluster, own.costs, plan).step_s
+            if step_s < best_s and fits(own.graph, cluster, own.costs, layers):
+                best_s = step_s
+    return best_s if best_s < inf else None
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("seed", range(10))
 def test_no_plan_in_other_micro_batches_is_faster(seed: int) -> None:
     """Whatever the memory: from what one micro-batch of a sample takes to what the whole batch does."""
     draw = random.Random(seed)
