@@ -136,8 +136,8 @@ class Executor:
     def each(self, step: Compute, work: Callable[[int], object], backward: bool = False) -> None:
         """Do `work` for those devices of a step that are in this process; in turn where it draws random numbers."""
         dispatch = self.backward_dispatch if backward else self.dispatch
-        in_turn = self.is_random(step) and (not backward or step.unit is not None)
-        dispatch.each(self.owned(step.grid.devices), work, ordered=in_turn)
+        ordered = self.is_random(step) and (not backward or step.unit is not None)
+        dispatch.each(self.owned(step.grid.devices), work, ordered=ordered)
 
     def is_random(self, step: Compute) -> bool:
         """Whether a step draws random numbers."""
