@@ -42,7 +42,7 @@ def replaying(plan: Plan, names: Iterable[str]) -> Plan:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_t_is_the_simulated_step(kind: str, micro_batches: int, seed: int) -> None:
@@ -54,7 +54,7 @@ def test_t_is_the_simulated_step(kind: str, micro_batches: int, seed: int) -> No
     problem = in_micro_batches(problem, micro_batches) if micro_batches > 1 else problem
     inside = list(unit_of(problem.graph))
     assert inside or kind not in SERIAL or kind == "lstm"
-    for plan in islice(random_plans(problem.graph, problem.cluster, random.Random(seed), Scheme.GATHER), 4):
+    for plan in islice(random_plans(problem.graph, problem.cluster, random.Random(seed), Scheme.GATHER), 3):
         other = objective_s(plan, problem) / simulated_s(plan, problem)
         for states in (STATES[:1], STATES[2:], STATES):
             for names in (inside, [name for name in inside if draw.random() < 0.5]):

@@ -41,7 +41,7 @@ def in_slices(plan: Plan, draw: random.Random, *states: str) -> Plan:
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_t_is_the_simulated_step(kind: str, micro_batches: int, seed: int) -> None:
@@ -120,7 +120,7 @@ def certain_bytes(problem: Problem, plan: Plan) -> list[int]:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_plan_takes_less_than_what_is_certain(kind: str, micro_batches: int, seed: int) -> None:
