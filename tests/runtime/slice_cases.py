@@ -122,7 +122,7 @@ def decoder_in_less_memory(rank: int, ranks: int) -> None:
     limit_bytes = int(max(RooflineCosts(graph, cluster).peaks(replicas)) / 2.5)
     analysis = analyze(
         net, batches[0], cluster=cluster.with_memory(limit_bytes), micro_batches=8,
-        pins=[f"net.*=replicas:{ranks}"],
+        pins=[f"net.*=replicas:{ranks} saved:keep"],  # replaying some of it would be faster
     )  # fmt: skip
     assert {own.state for own in analysis.plan.layers.values()} == set(STATES)
     model = Compiled(net, lambda _: analysis.plan)
