@@ -86,8 +86,22 @@ class MemoryModel:
     def _handed_on(self) -> frozenset[str]:
         """Results that a segment makes beside other values, and what those in segments of their own are made from."""
         alone = [layer for layer in self.graph.layers.values() if makes_large_result(self.graph, layer)]
-        results = {value for value in self.graph.user_outputs if isinstance(value, str)}
-        return frozenset(results.difference(*(layer.outputs for layer in alone)).union(*(one.inputs for one in alone)))
+        return self._results.difference(*(layer.outputs for layer in alone)).union(*(one.inputs for one in alone))
+
+    @cached_property
+    def _leaving_units(self) -> frozenset[str]:
+        """Results, and values that a layer reads which is not of their maker's unit."""
+        unit, maker = unit_of(self.graph), self.graph.producer
+        return self._results | {
+            value
+            for name, layer in self.graph.layers.items()
+            for value in layer.inputs
+            if value in maker and unit.get(maker[value]) != unit.get(name)
+        }
+
+    @cached_property
+    def _results(self) -> frozenset[str]:
+        return frozenset(value for value in self.graph.user_outputs if isinstance(value, str))
 
     def _lifetimes(self, local: LocalLayer) -> Lifetimes:
         return self._replayed if local.strategy.saved == "replay" else self._whole
@@ -219,16 +233,12 @@ class MemoryModel:
         # The CPU's are kept from step to step.
         yield Held(0 if self.on_cpu else back, moments.end if self.on_cpu else moments.passed, messages_bytes)
         yield Held(moments.loss, moments.loss + 1, 2 * self.taken(local, self.delivered(layer.outputs)))
-        if local.strategy.saved == "keep":  # what is handed on, in one segment with all layers before; and its gradient
-            ends = [value for value in layer.outputs if value in self._handed_on]
-            yield Held(back + 1, moments.passed, 2 * self.taken(local, ends))
-        if local.strategy.saved == "replay":  # what its unit hands on, in one segment with the unit's first layer
+        # What is handed on, and its gradient, until the segment has gone back: all layers before, or the unit.
+        end, handed_on = moments.passed, self._handed_on
+        if local.strategy.saved == "replay":
             unit = units(self.graph)[unit_of(self.graph)[layer.name]]
-            read = {value for name, other in self.graph.layers.items() if name not in unit for value in other.inputs}
-            read.update(value for value in self.graph.user_outputs if isinstance(value, str))
-            handed_on = self.taken(local, read.intersection(layer.outputs))
-            for _ in ("value", "gradient"):
-                yield Held(back + 1, moments.backward(self._index[unit[0]]) + 1, handed_on)
+            end, handed_on = moments.backward(self._index[unit[0]]) + 1, self._leaving_units
+        yield Held(back + 1, end, 2 * self.taken(local, handed_on.intersection(layer.outputs)))
         if local.shares_statistics:  # it runs by itself, and holds its results until it has gone back
             alone = [one for one in self._whole.owned[layer.name] if one.value in layer.outputs]
             yield from (Held(one.stop[0] + 1, back + 1, self.taken(local, [one.value])) for one in alone)
@@ -282,11 +292,10 @@ class MemoryModel:
         return saved
 
     def _saved_bytes(self, local: LocalLayer, calls: Iterable[OpCall]) -> int:
-        inner = sum(saved_by(call, self.on_cpu).inner_bytes for call in calls)
+        replayed = local.strategy.saved == "replay"
+        inner = 0 if replayed else sum(saved_by(call, self.on_cpu).inner_bytes for call in calls)
         gathered = [name for name in self._gathered(local) if self._whole.keeps(local.layer.name, name)]
-        times = self._lifetimes(local)
-        inner = 0 if times is not self._whole else inner
-        return self._nbytes(local, (*times.kept[local.layer.name], *gathered)) + inner
+        return self._nbytes(local, (*self._lifetimes(local).kept[local.layer.name], *gathered)) + inner
 
     def _gathered(self, local: LocalLayer) -> list[str]:
         """Inputs that this layer's shards need whole."""

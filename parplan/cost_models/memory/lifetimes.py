@@ -113,10 +113,10 @@ class Ops:
         found, last = set[str](), dict[int, int]()
         unit = unit_of(self.graph)
         for position, (layer, call) in enumerate(zip(self.layers, self.calls, strict=True)):
-            if layer in unit and (self.saved[position] or saved_by(call, self._on_cpu).inner_bytes):
-                made = {out.name for out in call.outputs}
-                runs = saved_by(call, self._on_cpu).inner_bytes or not made.isdisjoint(self.saved[position])
-                last[unit[layer]] = position + bool(runs)
+            saved = saved_by(call, self._on_cpu)
+            if layer in unit and (saved.values or saved.inner_bytes):
+                own = bool(saved.inner_bytes) or any(out.name in saved.values for out in call.outputs)
+                last[unit[layer]] = position + own
         for position, layer in enumerate(self.layers):
             if layer in unit and position < last.get(unit[layer], 0):
                 found.add(layer)
