@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -391,7 +391,14 @@ def installed(machine: Machine) -> Iterator[None]:
             for device, stream in made.items():
                 machine.roles[vars(stream)["timeline"]] = Role(f"the {role} stream", device)
 
-    plain_call, plain_streams = ProgramFunction.apply, Streams.__init__
+    def hooks(self: Any, pack_hook: Callable[[Tensor], Any], unpack_hook: Callable[[Any], Tensor]) -> None:
+        def pack(tensor: Tensor) -> Any:
+            with modes():  # torch's checkpoint notes the devices of what is saved, and compares them as it runs again
+                return pack_hook(tensor)
+
+        plain_hooks(self, pack, unpack_hook)
+
+    plain_call, plain_streams, plain_hooks = ProgramFunction.apply, Streams.__init__, saved_tensors_hooks.__init__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", stream_class)
         patch.setattr(torch.cuda, "Event", event_class)
@@ -404,6 +411,7 @@ def installed(machine: Machine) -> Iterator[None]:
         patch.setattr(ProgramFunction, "apply", staticmethod(call), raising=False)
         patch.setattr(Tensor, "record_stream", record_stream)
         patch.setattr(Streams, "__init__", streams)
+        patch.setattr(saved_tensors_hooks, "__init__", hooks)
         for module in (dispatch, functional):
             patch.setattr(module, "ThreadPoolExecutor", _pool(machine))
         with _Operations(machine), _Devices(machine):
