@@ -11,7 +11,7 @@ import numpy as np
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
-from parplan.plan import Plan, Strategy
+from parplan.plan import SAVED, STATES, Plan, Strategy
 from parplan.planner.decision import Baseline
 from parplan.planner.search_space.formulation import Formulation, reassembled
 from parplan.planner.search_space.options import Option, node_parts
@@ -20,6 +20,12 @@ from parplan.planner.search_space.verifier import uneven_replicas
 from parplan.planner.solver.problem import Problem, Solution, evaluate, restrict
 
 __all__ = ["baselines"]
+
+_LESS_MEMORY = {
+    "fully sharded data parallel": (STATES[-1], SAVED[0]),
+    "fully sharded, recomputation": (STATES[-1], SAVED[-1]),
+}
+"""Names of plans by hand that need less memory, with the state and what is saved of their layers."""
 
 Solve = Callable[[Problem], Solution]
 Allowed = Callable[[str, Strategy], bool]
@@ -39,6 +45,7 @@ class _Habit:
 
     `alone`: the other devices are not used at all, so no inputs come from them and no results are delivered to them.
     `local_batch_norm`: each device takes the statistics of its own samples.
+    `ways`: state and saved of a layer's strategies, where it has such ones.
     """
 
     name: str
@@ -47,12 +54,14 @@ class _Habit:
     why_not: str = ""
     alone: bool = False
     local_batch_norm: bool = False
+    ways: tuple[str, str] = (STATES[0], SAVED[0])
 
 
 def baselines(
     graph: LayerGraph, cluster: Cluster, costs: CostModel, formulation: Formulation, plan: Plan, solve: Solve
 ) -> tuple[Baseline, ...]:
-    """One device, pure data parallel, pure model parallel, and cuda-convnet2's hybrid.
+    """One device, pure data parallel, pure model parallel, and cuda-convnet2's hybrid; where the formulation has them,
+    data parallel with all state gathered for every use, as `fully_shard` does it, and with all units replayed beside.
 
     Data parallel is priced as DistributedDataParallel runs: gradients summed in buckets beside the backward pass (as
     all plans have it), and batch norm over each device's own samples.
@@ -66,6 +75,10 @@ def baselines(
         families.append([_data_parallel(graph, place, plan) for place in places])
         families.append([_model_parallel(graph, formulation, place) for place in places])
         families.append([_hybrid(graph, formulation, place, plan) for place in places])
+    known = {(one.strategy.state, one.strategy.saved) for options in formulation.options for one in options}
+    for name, ways in ((name, ways) for name, ways in _LESS_MEMORY.items() if ways in known):
+        every = _data_parallel(graph, _Place(tuple(range(cluster.count))), plan)
+        families.append([replace(every, name=name, ways=ways, local_batch_norm=False)])
     return tuple(
         _fastest([_baseline(habit, graph, cluster, costs, formulation, plan, solve) for habit in family])
         for family in families
@@ -189,8 +202,11 @@ def _baseline(
 
 def _kept(habit: _Habit, formulation: Formulation) -> list[list[int]]:
     def own(name: str, options: Sequence[Option]) -> list[int]:
-        known = [(k, option.strategy) for k, option in enumerate(options)]
-        return [k for k, one in known if one.state == "replicated" and habit.allowed(name, one)]
+        known = [(k, one.strategy) for k, one in enumerate(options) if habit.allowed(name, one.strategy)]
+        state, saved = habit.ways
+        known = [one for one in known if one[1].state == state] or [one for one in known if one[1].state == STATES[0]]
+        known = [one for one in known if one[1].saved == saved] or [one for one in known if one[1].saved == SAVED[0]]
+        return [k for k, _ in known]
 
     layers = [own(name, options) for name, options in zip(formulation.names, formulation.options, strict=False)]
     reused = {reuse.node: list(range(len(reuse.source))) for reuse in formulation.reused}

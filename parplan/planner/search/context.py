@@ -94,6 +94,11 @@ class Case:
     saved: tuple[str, ...] = SAVED[:1]
     steps_s: dict[tuple[object, ...], float] = field(default_factory=dict)
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether layers may have ways to need less memory."""
+        return len(self.states) > 1 or len(self.saved) > 1
+
     @staticmethod
     def of(
         graph: LayerGraph,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from parplan.planner.search.context import Case
 from parplan.planner.search_space.formulation import Formulation
-from parplan.planner.solver.problem import Problem, Solution
+from parplan.planner.solver.problem import Problem, Solution, Status
 
 __all__ = ["Lacking", "fitting", "lacking"]
 
@@ -43,6 +43,8 @@ def fitting(
     for again in range(ATTEMPTS + 1):
         if again:
             found = solve(replace(problem, limits=limits), False)
+        if again == 0 and found.status is Status.UNKNOWN:
+            continue  # the smaller problem may be easier
         over = lacking(case, formulation, found.choice) if found.choice is not None else None
         if found.choice is None or over is None:
             break

@@ -1,10 +1,10 @@
 """Micro-batches, state in slices and recomputation: where memory leaves no plan of the whole batch, or keeps it slow.
 
-More micro-batches hold fewer activations at a time and never compute faster, as each is a smaller batch. So numbers
-that divide the batch are tried upwards, doubled until a plan fits and then those between, and no further than memory
-makes a difference: until the best plan would be no faster with all the memory it wants. Then state in slices is tried:
-weights whole from forward to backward, and gathered for each; and with these units of layers that are replayed; in the
-whole batch and, while memory keeps plans slow, in micro-batches.
+Plans with everything whole and kept come first. Where memory rules them out or slows them, layers may have every state
+(replicated, sharded, gathered) and units of them may be replayed: one search over all these ways, in the whole batch
+and then in micro-batches. More micro-batches hold fewer activations at a time and never compute faster, as each is a
+smaller batch. So numbers that divide the batch are tried upwards, doubled, then those between, and no further than
+memory makes a difference: until the best plan would be no faster with all the memory it wants.
 """
 
 from __future__ import annotations
@@ -101,34 +101,24 @@ def searched(
         InfeasiblePlan, PinError, PlanError: there is no plan.
     """
     counts = _Counts(case, questions, micro_batched)
-    least = 1
+    counts.attempt(1, _Ways())
+    if counts.tight and counts.ways != _Ways():
+        counts.attempt(1, counts.ways)
+    for count in counts.doubled[1:]:
+        if not counts.tight or (not counts.attempt(count, counts.ways) and counts.best is not None):
+            break
+    half = max((n for n in counts.doubled if n < counts.count), default=1)
+    for count in (n for n in counts.every if half < n < counts.count):
+        counts.attempt(count, counts.ways)
     # Equal blocks apart only where they fit alike in no number of micro-batches: that takes ten times as long.
-    for count, alike in ((count, alike) for alike in (True, False) for count in counts.doubled):
-        least = 1 if count == 1 else least
-        if counts.attempt(count, alike):
+    for count in counts.doubled if counts.best is None else ():
+        if counts.attempt(count, counts.ways, alike=False):
             break
-        least = count
-    for count in (n for n in counts.every if counts.best is not None and least < n < counts.count):
-        counts.attempt(count)
-    for count in (n for n in counts.doubled if counts.best is not None and n > counts.count):
-        if not (counts.best is not None and counts.best.held_up and counts.attempt(count)):
-            break
-    if counts.kinds and counts.short:
-        for kind in counts.kinds:
-            counts.attempt(1, kind=kind)
-            if not counts.tight:
-                break
-        for count in counts.doubled[1:]:
-            if not counts.tight and count > counts.count:
-                break
-            most = counts.kinds[-1]
-            if not counts.attempt(count, kind=most) and counts.best is not None and count > counts.count:
-                break
     return counts.found()
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Ways:
     """Ways to need less memory that layers may have: states, and what is saved (plan.Strategy)."""
 
     states: tuple[str, ...] = STATES[:1]
@@ -149,7 +139,7 @@ class _Counts:
     """The numbers of micro-batches that are compared, and the best plan so far.
 
     Attributes:
-        kinds: what is tried beside replicated state with everything kept, each with the ways of the one before.
+        ways: all that layers may have, where everything whole and kept does not fit, or is slow.
         every, doubled: numbers that may be tried, and those of them that at least double the one before.
         why: the reason for which there can be no more than one micro-batch, once more were asked for.
     """
@@ -165,9 +155,8 @@ class _Counts:
         self._whole = case.costs.step.micro_batches  # counted as one: more where so many are asked for
         # One process keeps the weights of all its devices whole, and their optimizer's state.
         sliced = case.cluster.home is None and case.cluster.count > 1
-        states = [_Kind(STATES[:2]), _Kind(STATES)] if sliced else []
-        replayed = [_Kind(STATES if sliced else STATES[:1], SAVED)] if units(case.graph) else []
-        self.kinds = [] if given else [*states, *replayed]
+        states, saved = STATES if sliced else STATES[:1], SAVED if units(case.graph) else SAVED[:1]
+        self.ways = _Ways() if given else _Ways(states, saved)
         self._searches: dict[int, ShapeSearch] = {}
         self._nearest: Searched | None = None  # the plan of the whole batch that lacks least
         self._error: InfeasiblePlan | None = None
@@ -187,29 +176,23 @@ class _Counts:
         return 1 if self.best is None else self.best.found.plan.micro_batches // self._whole
 
     @property
-    def short(self) -> bool:
-        """Whether memory leaves no plan of the whole batch with replicated state, or keeps it slow."""
-        return self.count > 1 or self.tight
-
-    @property
     def tight(self) -> bool:
         """Whether no plan was found to fit, or memory keeps the best one slow."""
         return self.best is None or self.best.held_up
 
-    def attempt(self, count: int, alike: bool = True, kind: _Kind = _Kind()) -> bool:
+    def attempt(self, count: int, ways: _Ways, alike: bool = True) -> bool:
         """Whether a plan of so many micro-batches fits and is faster than the best one.
 
         Args:
             alike: with equal blocks alike, where they may be; False: apart, where that was not tried.
-            kind: what layers may have.
         """
-        key, several = (count, kind.sharded, kind.replayed), count * self._whole
+        key, several = (count, ways.sharded, ways.replayed), count * self._whole
         below_s = self.best.fastest_s if self.best is not None else inf
         try:
-            search = self._search(count, alike, kind)
+            search = self._search(count, ways, alike)
             if search is None:
                 return False
-            own = Searched(search, search.best(search.asked.whole, below_s=below_s))
+            own = Searched(search, search.best(search.asked.whole, below_s=below_s, more=ways != self.ways))
         except InfeasiblePlan as reason:
             self._error = reason
             fits_slower = isinstance(reason, NothingFaster)
@@ -220,23 +203,23 @@ class _Counts:
                 self._bounds_s.pop(count, None)
             return False
         step_s, memory_bytes = own.found.proof.objective, max(_peaks(own))
-        ways = bool(own.found.plan.sharded), bool(own.found.plan.replayed)
-        self._tried[key] = MicroBatchesTried(several, step_s, memory_bytes, own.fits, *ways)
-        if key[1:] != ways and own.fits and own.fastest_s >= below_s:  # the best plan of another kind again
+        taken = bool(own.found.plan.sharded), bool(own.found.plan.replayed)
+        self._tried[key] = MicroBatchesTried(several, step_s, memory_bytes, own.fits, *taken)
+        if key[1:] != taken and own.fits and own.fastest_s >= below_s:  # the best plan of fewer ways again
             self._tried[key] = MicroBatchesTried(several, None, None, True, *key[1:])
         if own.fits and own.fastest_s < below_s:
             self.best = own
         elif count == 1:
             self._nearest = own  # in slices, where those were tried
-        # Plans of a kind are those of the one before and more.
+        # Plans of all ways are those of the first search and more.
         self._bounds_s.pop(count, None)
         if not own.fits:
             self._bounds_s[count] = own.found.proof.bound
         return self.best is own
 
-    def _search(self, count: int, alike: bool, kind: _Kind) -> ShapeSearch | None:
+    def _search(self, count: int, ways: _Ways, alike: bool) -> ShapeSearch | None:
         """The search over the plans of so many micro-batches; None where there are none, or none more."""
-        case = replace(self._case, states=kind.states, saved=kind.saved, steps_s={})
+        case = replace(self._case, states=ways.states, saved=ways.saved, steps_s={})
         if count > 1:
             assert self._micro_batched is not None
             try:

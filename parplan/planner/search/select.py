@@ -40,9 +40,9 @@ from parplan.planner.solver.solve import GAP, solve
 
 __all__ = ["ANYWHERE", "Found", "NothingFaster", "ShapeSearch"]
 
-MAIN, AGAIN, SHARE, SIMPLER = 0.5, 0.5, 0.5, 0.2
-"""Parts of the time left for the first proof, for each solve after one whose plan did not fit, for other shapes, and
-for a simpler plan."""
+MAIN, TIGHT, AGAIN, SHARE, SIMPLER = 0.5, 0.25, 0.5, 0.5, 0.2
+"""Parts of the time left for the first proof, for one of what memory is certainly taken where it is short, for each
+solve after one whose plan did not fit, for other shapes, and for a simpler plan."""
 
 ANYWHERE = 8
 """Devices up to which layers may lie on any aligned block; on more, a plan lies on the first devices."""
@@ -81,12 +81,13 @@ class NothingFaster(InfeasiblePlan):
 class ShapeSearch(Formulations):
     """The search over the shapes of one case."""
 
-    def best(self, pinned: Pinned, part: float = 1.0, below_s: float = inf) -> Found:
+    def best(self, pinned: Pinned, part: float = 1.0, below_s: float = inf, more: bool = False) -> Found:
         """The fastest plan that keeps some pins, or the given one, with the proof over all shapes.
 
         Args:
             part: of the time left.
             below_s: seconds that its step has to stay below.
+            more: ways to need less memory are tried next, and with them layers on any block, where nothing fits here.
 
         Raises:
             NothingFaster: none does.
@@ -101,8 +102,10 @@ class ShapeSearch(Formulations):
         if case.uneven and case.request.plan is None:
             run.with_uneven_parts(Shape(lanes=self.lanes, uneven=True))
         anywhere = case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1
-        if anywhere and not pinned.periods and (run.best is None or not case.deadline.over()):
+        if anywhere and not pinned.periods and not (more if run.best is None else case.deadline.over()):
             run.any_block()
+        if more and run.best is None and run.unfit is None:
+            raise InfeasiblePlan("no plan fits with all state replicated and everything kept")
         return run.found()
 
 
@@ -159,6 +162,9 @@ class _Run:
             return
         if formulation is None:
             return
+        if self.best is None and self.case.saves_memory and bound is None and self.case.request.plan is None:
+            by_hand = self.by_hand(formulation)  # memory is short: a plan that fits comes first, then a faster one
+            self.best = by_hand if by_hand is not None and by_hand.step_s < self.cutoff else None
         solution = self.solved(formulation, masked(formulation, self.pinned, within))
         self.first = self.first or (formulation, solution)
         known_none = solution.status is Status.INFEASIBLE and self.cutoff == inf
@@ -226,7 +232,7 @@ class _Run:
         tell = case.progress.solver if case.progress is not None else None
 
         def once(problem: Problem, first: bool) -> Solution:
-            part = MAIN if first and self.best is None else SHARE if first else AGAIN
+            part = AGAIN if not first else TIGHT if case.saves_memory else MAIN if self.best is None else SHARE
             limit_s = case.deadline.part_s(part * self.part)
             found = solve(problem, limit_s, cutoff=self.cutoff, on_progress=tell)
             return case.deadline.watched(found)
@@ -262,7 +268,8 @@ class _Run:
     def any_block(self) -> None:
         """Plans with layers on any block, and with branches at the same time, where the bound does not refute them."""
         case = self.case
-        if case.cluster.count > SIMULATED:  # placements of branches are too many to formulate
+        # There placements of branches are too many to formulate; equal blocks that are alike fill all devices alike.
+        if case.cluster.count > SIMULATED or (case.saves_memory and case.fold is not None and self.cutoff < inf):
             return
         every, phases = tuple(range(case.cluster.count)), self.phases()
         anywhere = Shape(lanes=every, anywhere=True, uneven=self.uneven)
@@ -360,6 +367,7 @@ class _Run:
                 self.candidate,
             )
         self.covered = [one for one in self.covered if not self.left_out or one not in (BRANCHES, SOME_BRANCHES)]
+        fastest = min(best, fastest, key=lambda one: one.step_s)  # the search for a simpler one may find a faster one
         fewer = best.changes < fastest.changes
         best = best if fewer else fastest
         simpler = None
