@@ -163,7 +163,9 @@ class _Run:
         if formulation is None:
             return
         if self.best is None and self.case.saves_memory and bound is None and self.case.request.plan is None:
-            by_hand = self.by_hand(formulation)  # memory is short: a plan that fits comes first, then a faster one
+            by_hand = self.by_hand(
+                formulation, nearest=False
+            )  # memory is short: a plan that fits comes first, then a faster one
             self.best = by_hand if by_hand is not None and by_hand.step_s < self.cutoff else None
         solution = self.solved(formulation, masked(formulation, self.pinned, within))
         self.first = self.first or (formulation, solution)
@@ -206,11 +208,8 @@ class _Run:
         batch = several * (case.graph.batch or 1)
         return Plan(graph.model, graph.fingerprint, batch, count, layers, rules, scheme, several)
 
-    def by_hand(self, formulation: Formulation) -> Candidate | None:
-        """The fastest plan by hand that fits and keeps the pins: the least to give where the solver found none.
-
-        Where none fits, the nearest to it is kept as that.
-        """
+    def by_hand(self, formulation: Formulation, nearest: bool = True) -> Candidate | None:
+        """The fastest plan by hand that fits and keeps the pins; where none fits, the `nearest` to it is kept as that."""
         case, problem = self.case, masked(formulation, self.pinned)
         free = replace(problem, limits=(inf,) * len(problem.limits))
         known = baselines(
@@ -220,7 +219,7 @@ class _Run:
         choices = [formulation.choice(one.plan.layers) for one in known if one.plan is not None]
         choices = [choice for choice in choices if evaluate(free, choice).feasible]
         found = [self.candidate(formulation, choice, objective(problem, choice)) for choice in choices]
-        if not any(found):
+        if nearest and not any(found):
             lack = [(max(lacking(case, formulation, choice) or [inf]), choice) for choice in choices]
             for nbytes, choice in sorted(lack)[: self.unfit is None]:
                 self.lacks(nbytes, formulation, choice)

@@ -58,7 +58,7 @@ def nearest_to_fitting(cluster: Cluster, step: Prediction, by_hand: Sequence[Bas
     for own in by_hand:
         if own.memory_bytes is not None and own.limit_bytes is not None and own.memory_bytes > own.limit_bytes:
             needs.append((own.memory_bytes, own.limit_bytes, f", {own.name},", "a device"))
-    needed, limit, name, device = min(needs, key=lambda one: (one[0] - one[1], not one[2]))  # of equal ones a named one
+    needed, limit, name, device = min(needs, key=lambda one: one[0] - one[1])
     return (
         f"no plan was found that fits with its transfers: the nearest one{name} needs {size_text(needed)} on {device}, "
         f"which has {size_text(limit)} and lacks {size_text(needed - limit)}\n  {_REMEDIES}"
