@@ -163,6 +163,7 @@ class _Counts:
         self._tried: dict[tuple[int, bool, bool], MicroBatchesTried] = {}
         self._bounds_s: dict[int, float] = {}  # by numbers of which no plan was found to fit, nor proven not to
         self.best: Searched | None = None
+        self._before: list[Searched] = []  # best plans before the best one
         self.why = ""
         self.every = (1,) if self._micro_batched is None else divisors(case.graph.batch or 1)
         self.doubled = [1]
@@ -208,6 +209,7 @@ class _Counts:
         if key[1:] != taken and own.fits and own.fastest_s >= below_s:  # the best plan of fewer ways again
             self._tried[key] = MicroBatchesTried(several, None, None, True, *key[1:])
         if own.fits and own.fastest_s < below_s:
+            self._before += [self.best] if self.best is not None else []
             self.best = own
         elif count == 1:
             self._nearest = own  # in slices, where those were tried
@@ -249,7 +251,8 @@ class _Counts:
         return ShapeSearch(replace(case, fold=None), pins)
 
     def found(self) -> Searched:
-        """The best plan; where none fits, the nearest of the whole batch, which `decide` refuses with its numbers.
+        """The best plan, or one within the tolerance that was found before, of fewer micro-batches; where none fits,
+        the nearest of the whole batch, which `decide` refuses with its numbers.
 
         Raises:
             InfeasiblePlan: there is none.
@@ -261,8 +264,9 @@ class _Counts:
             more = f"\n  this is of {most} micro-batches; fewer need more memory" if most > 1 else ""
             raise type(self._error)(f"{self._error}{why_whole or more}") from self._error
         tried = tuple(self._tried[one] for one in sorted(self._tried))
-        proof = best.found.proof
-        bound_s = min(self._bounds_s.values(), default=inf)
+        most_s, bound_s = (1 + best.case.request.tolerance) * best.fastest_s, best.found.proof.bound
+        best = next((one for one in self._before if one.found.proof.objective <= most_s), best)
+        proof, bound_s = best.found.proof, min(bound_s, *self._bounds_s.values(), inf)
         if self.best is not None and bound_s < proof.bound:
             gap = 1 - bound_s / proof.objective
             status = (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value

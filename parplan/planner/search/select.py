@@ -163,9 +163,7 @@ class _Run:
         if formulation is None:
             return
         if self.best is None and self.case.saves_memory and bound is None and self.case.request.plan is None:
-            by_hand = self.by_hand(
-                formulation, nearest=False
-            )  # memory is short: a plan that fits comes first, then a faster one
+            by_hand = self.by_hand(formulation, nearest=False)  # memory is short: first a plan that fits
             self.best = by_hand if by_hand is not None and by_hand.step_s < self.cutoff else None
         solution = self.solved(formulation, masked(formulation, self.pinned, within))
         self.first = self.first or (formulation, solution)
@@ -209,7 +207,7 @@ class _Run:
         return Plan(graph.model, graph.fingerprint, batch, count, layers, rules, scheme, several)
 
     def by_hand(self, formulation: Formulation, nearest: bool = True) -> Candidate | None:
-        """The fastest plan by hand that fits and keeps the pins; where none fits, the `nearest` to it is kept as that."""
+        """The fastest plan by hand that fits and keeps the pins; where none fits, the `nearest` is kept as that."""
         case, problem = self.case, masked(formulation, self.pinned)
         free = replace(problem, limits=(inf,) * len(problem.limits))
         known = baselines(
