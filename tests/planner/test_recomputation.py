@@ -153,6 +153,30 @@ def test_memory_asks_for_it() -> None:
     assert "run forward again before it (activation checkpointing)" in " ".join(text.split())
 
 
+def test_plans_by_hand_come_first() -> None:
+    """Where all state gathered and all units replayed is what fits, a search that has no time ends with it."""
+    net = GPT2(Sizes(layers=6, width=64, heads=2, tokens=100, positions=32))
+    graph, cluster = capture(net, (torch.zeros(4, 32, dtype=torch.long),)), cluster_preset("v100-pcie", 4)
+    layers = {
+        name: Strategy(4, 1, None, (0, 1, 2, 3), state="gathered" if layer.parameters else "replicated")
+        if layer.batch is not None
+        else Strategy()
+        for name, layer in graph.layers.items()
+    }
+    costs, plan = RooflineCosts(graph, cluster), Plan(graph.model, graph.fingerprint, 4, 4, layers)
+    peaks = costs.peaks(replaying(plan, unit_of(graph)).layers)
+    assert peaks is not None
+    tight, request = cluster.with_memory(int(1.01 * max(peaks))), PlanRequest(time_limit_s=0.01, started_ranks=True)
+    found = decide(graph, tight, RooflineCosts(graph, tight), request)
+    assert max(found.prediction.memory_bytes) <= tight.device.memory_bytes
+    known = {one.name: one for one in found.baselines}
+    assert not known["fully sharded data parallel"].fits
+    by_hand = known["fully sharded, recomputation"]
+    assert by_hand.fits
+    assert by_hand.step_s is not None
+    assert found.prediction.step_s <= by_hand.step_s * (1 + request.tolerance)
+
+
 def test_a_pin_replays_the_unit() -> None:
     graph, cluster = deep(), cluster_preset("a100", 1)
     found = decided(graph, cluster, "0=saved:replay")
