@@ -26,8 +26,8 @@ from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.local import LocalTransport
 
 __all__ = [
-    "CLOSE", "Made", "Outcome", "Planner", "Rule", "compiled", "differences", "executor", "outcome", "planner", "random_passes",
-    "random_strategies", "spread", "spread_all",
+    "CLOSE", "Made", "Outcome", "Planner", "Rule", "compiled", "differences", "executor", "outcome", "planner",
+    "random_passes", "random_strategies", "spread", "spread_all",
 ]  # fmt: skip
 
 CLOSE = 1e-9  # relative, float64

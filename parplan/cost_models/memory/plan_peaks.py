@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parplan.cost_models.memory.layer_memory import MemoryModel
-from parplan.cost_models.memory.lifetimes import Lifetimes, Segmentation
+from parplan.cost_models.memory.lifetimes import Lifetimes, Segmentation, Time
 from parplan.cost_models.memory.message_sizes import Messages, messages
 from parplan.cost_models.ops.op_calls import op_calls
 from parplan.graph.local import LocalLayer
@@ -77,7 +77,7 @@ class _Step:
     def _segmentation(self) -> Segmentation:
         """The number of layers stands for the caller; a stop on the way to slots is read by whoever reads those."""
         graph, program, count = self._graph, self._program, len(self._index)
-        leaving, slots = set[str](), dict[tuple[str, str], str]()
+        slots = dict[tuple[str, str], str]()
         for step in program.computes:
             layers = [self._index[name] for name in step.layers]
             for operand in step.operands:
@@ -87,7 +87,6 @@ class _Step:
             if step.code is not Code.STATISTICS:
                 self._first |= dict.fromkeys(layers, layers[0])
                 self._last |= dict.fromkeys(layers, layers[-1])
-                leaving |= {result.name for result in step.results}
         for slot in (*program.outputs, *program.updates.values()):
             self._readers[slot].append(count)
         self._stops = {t.source for t in program.transfers} - set(self._readers)
@@ -99,7 +98,46 @@ class _Step:
                 sent_back[self._first.get(min(readers), count)].append((transfer.source, transfer.target))
         wanted = map(program.slots.__getitem__, dict.fromkeys(program.outputs))
         outputs = [slot.name for slot in wanted if slot.requires_grad and slot.value in graph.producer]
-        return Segmentation(self._first, leaving, outputs, slots, sent_back)
+        return Segmentation(self._first, self._leaving(), outputs, slots, sent_back)
+
+    def _leaving(self) -> dict[str, Time]:
+        """What segments hand on, and until when others hold it: segments that read it as it is, until they have gone
+        back, transfers, and the caller."""
+        gone_back, moments, program = self._model.ops.gone_back, self._moments, self._program
+        found = defaultdict[str, Time](lambda: (0, 0))
+
+        def held(name: str, *times: Time) -> None:
+            found[name] = max(found[name], *times)
+
+        for step in program.computes:
+            first = self._index[step.layers[0]]
+            for result in step.results:
+                held(result.name, (moments.forward(self._last[first]) + 1, 0))
+            for operand in step.operands:
+                held(operand.slot, gone_back(first))
+        for transfer in program.transfers:
+            there, _ = messages(transfer.given, transfer.wanted)
+            held(transfer.source, (moments.delivery - 1, 0) if there.shared.any() else (0, 0))
+            if there.own.any():
+                read, last = self._until(transfer)
+                shown = (there.own & (there.received == 0) & (there.pieces == 1)).any()
+                held(transfer.source, last if shown else (read - 1, 0))
+        for name in program.outputs:
+            held(name, (self._model.callers_until(program.slots[name].value), 0))
+        return found
+
+    def _until(self, transfer: Transfer) -> tuple[int, Time]:
+        """At which point a value is first read where a transfer brings it, and until when it is held there: until the
+        first segment that reads it has gone back; freed weights and stops on the way until they are read."""
+        moments, first = self._moments, self._reader(transfer.target)
+        read = moments.forward(first)
+        if transfer.target in self._program.freed:
+            return read, (moments.forward(self._last[first]), 0)
+        if transfer.target in self._stops:
+            return read, (read - 1, 0)
+        if first == len(self._index):
+            return read, (self._model.callers_until(transfer.given.value), 0)
+        return read, self._model.ops.gone_back(first)
 
     def _hold_parameters(self) -> None:
         """Parameters and their optimizer state; of gradients what of it begins with which layer's term.
@@ -177,22 +215,15 @@ class _Step:
     def _move(self, transfer: Transfer, sizes: Messages) -> None:
         """Messages from when the maker's segment is done, or from a stop when the value is read, which makes the copy,
         until the backward of the first segment that reads it."""
-        moments, first = self._moments, self._reader(transfer.target)
-        read = moments.forward(first)
+        moments, (read, last) = self._moments, self._until(transfer)
         home = _is_home(transfer.given) and not transfer.weights
         start = moments.forward(self._made(transfer.given)) + 1 if home else read - 1
-        end = moments.backward(first) + 1
         if transfer.target in self._program.freed:
-            end = moments.forward(self._last[first]) + 1
             self._gather_again(transfer, sizes)
-        elif transfer.target in self._stops:
-            end = read
-        elif first == len(self._index):  # results are the caller's, who hands them to the loss
-            end = read + 1
         made = self._spread(transfer.wanted.layout.grid, (sizes.received > 0) | (sizes.pieces > 1))
         nbytes = self._nbytes(transfer.wanted)
         self._hold(read - 1, read, nbytes)  # the runtime makes room also where nothing has to be put together
-        self._hold(read, end, made * nbytes)
+        self._hold(read, last[0] + 1, made * nbytes)
         self._hold_sent(transfer.given, transfer.wanted, sizes, (start, read, moments.delivery))
         if not _is_home(transfer.given):
             shared = self._spread(transfer.given.layout.grid, sizes.shared)
