@@ -337,8 +337,7 @@ class Run:
                 if self._reached is None or step.transfer.target in self._reached:
                     self._freed.gather(step.transfer)
             else:
-                for device, weights in self._gathered(step):
-                    self._freed.refill(device, weights)
+                self._refill_weights(step)
                 self._executor.each(step, partial(self._through_layers, step, grads=grads, sums=sums), backward=True)
                 self._free_weights(step)
                 for result in step.results:
@@ -369,6 +368,10 @@ class Run:
         for device in self._executor.owned(step.grid.devices):
             if (recorded := self._recorded.get((id(step), device))) is not None:
                 yield device, recorded.weights
+
+    def _refill_weights(self, step: Compute) -> None:
+        for device, weights in self._gathered(step):
+            self._freed.refill(device, weights)
 
     def _free_weights(self, step: Compute) -> None:
         for device, weights in self._gathered(step):
