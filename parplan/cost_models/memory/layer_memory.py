@@ -13,7 +13,7 @@ their size, as cross entropy does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -173,7 +173,7 @@ class MemoryModel:
             else:
                 spans.append(_Span(term.time, (last, maxsize), nbytes))
         for position, call in enumerate(calls, ops.first[name]):
-            saved, forward, back = self._saved(local, call), ops.forward(position), ops.back(position)
+            saved, forward, back = self._saved(local, call, times.shared), ops.forward(position), ops.back(position)
             intervals = (times.kept_from(name, forward), back), (forward, forward), (back, back)
             amounts = saved.inner_bytes, saved.forward_bytes, saved.backward_bytes
             spans += [_Span(*pair, nbytes) for pair, nbytes in zip(intervals, amounts, strict=True) if nbytes]
@@ -281,12 +281,13 @@ class MemoryModel:
 
     # -- whole amounts --
 
-    def _saved(self, local: LocalLayer, call: OpCall) -> Saved:
+    def _saved(self, local: LocalLayer, call: OpCall, shared: Set[str]) -> Saved:
         """What an op keeps, with what the runtime's own forms of it need."""
         saved = saved_by(call, self.on_cpu)
         if local.shares_statistics and "batch_norm" in call.op:
-            # graph/batch_norm.py: two products of the size of its input.
-            return replace(saved, backward_bytes=saved.backward_bytes + 2 * call.inputs[0].nbytes)
+            # graph/batch_norm.py: two products of the size of its input; half of it runs behind its gradient's use.
+            tensors = 2 + (call.outputs[0].name in shared)
+            return replace(saved, backward_bytes=saved.backward_bytes + tensors * call.inputs[0].nbytes)
         summed = local.axis is not None and call.outputs[0].name in local.axis.partial
         if call.op in ("embedding_bags", "offset_bags") and summed:
             # graph/axes/bags.py: local indices, and a factor for each that is zero where its row is elsewhere.

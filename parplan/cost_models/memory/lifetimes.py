@@ -173,6 +173,7 @@ class Lifetimes:
         owned: values that ops make, and gradients of values, by the layer that has them; None: by slot.
         terms: of the gradients of parameters, by layer, in the order of the backward.
         adding: the layers that have terms of a parameter's gradient, in the order of the backward.
+        shared: values whose makers go back with a gradient that others need behind them.
         sent: of gradients that transfers send back: the slots that these fill, and when it is needed no more otherwise.
         inputs: the first layer that takes a user input, by name.
         kept: the values that autograd keeps, views as what they show, by the layer that makes them, or first takes
@@ -205,6 +206,7 @@ class Lifetimes:
         self._find_values()
         self.terms: dict[str, list[Term]] = defaultdict(list)
         self.adding: dict[str, dict[str, None]] = defaultdict(dict)
+        self.shared = set[str]()
         self.sent: list[tuple[list[str], Time]] = []
         self._find_gradients()
 
@@ -321,6 +323,7 @@ class Lifetimes:
             gradient = self._held.pop(root, None)
             if gradient is not None:
                 gradient.end(root, time if gradient.segment == segment else self._done(layer))
+                self.shared |= {root} if gradient.values else set()
 
     def _give(self, call: OpCall, operand: Operand, position: int, taken: _Gradient | None) -> None:
         """The gradient of one operand: made, handed on, or added to one that is there."""
