@@ -60,7 +60,7 @@ class Segmentation:
 
     Args:
         first: by layer index, the first layer of its segment.
-        leaving: values that a segment hands on, and until when others hold each.
+        leaving: values that a segment hands on, and until when each is held at least.
         outputs: slots whose gradients the loss gives.
         slots: where a layer reads a value that was moved to it, by layer and value.
         sent_back: by layer index, (source, target) of the transfers whose gradient leaves when that layer has gone
@@ -171,6 +171,7 @@ class Lifetimes:
 
     Attributes:
         owned: values that ops make, and gradients of values, by the layer that has them; None: by slot.
+        stops: until when every value is held, of those that are no views.
         terms: of the gradients of parameters, by layer, in the order of the backward.
         adding: the layers that have terms of a parameter's gradient, in the order of the backward.
         shared: values whose makers go back with a gradient that others need behind them.
@@ -201,6 +202,7 @@ class Lifetimes:
                 if call.op not in _OWN_GRADIENT:
                     self._passed[out.name] = self._passed_root(shown)
         self.owned: dict[str | None, list[Lifetime]] = defaultdict(list)
+        self.stops: dict[str, Time] = {}
         self.inputs: dict[str, str] = {}
         self.kept: dict[str | None, list[str]] = defaultdict(list)
         self._find_values()
@@ -266,7 +268,8 @@ class Lifetimes:
         for name, position in ops.makers.items():
             if name not in self._storage:
                 layer, start = ops.layers[position], ops.forward(position)
-                self._add(layer, name, start, max(start, last.get(name, start), keeper.get(name, start)))
+                self.stops[name] = max(start, last.get(name, start), keeper.get(name, start))
+                self._add(layer, name, start, self.stops[name])
                 if name in again:
                     self._add(layer, name, self.kept_from(layer, start), again[name])
 

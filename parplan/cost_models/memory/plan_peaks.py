@@ -10,7 +10,7 @@ device.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -101,13 +101,13 @@ class _Step:
         return Segmentation(self._first, self._leaving(), outputs, slots, sent_back)
 
     def _leaving(self) -> dict[str, Time]:
-        """What segments hand on, and until when others hold it: segments that read it as it is, until they have gone
-        back, transfers, and the caller."""
+        """What segments hand on, and until when it is held at least: until transfers begin, the segments that read it
+        as it is have gone back, and the caller drops it."""
         gone_back, moments, program = self._model.ops.gone_back, self._moments, self._program
-        found = defaultdict[str, Time](lambda: (0, 0))
+        found = dict[str, Time]()
 
-        def held(name: str, *times: Time) -> None:
-            found[name] = max(found[name], *times)
+        def held(name: str, time: Time) -> None:
+            found[name] = max(found.get(name, time), time)
 
         for step in program.computes:
             first = self._index[step.layers[0]]
@@ -115,13 +115,6 @@ class _Step:
                 held(result.name, (moments.forward(self._last[first]) + 1, 0))
             for operand in step.operands:
                 held(operand.slot, gone_back(first))
-        for transfer in program.transfers:
-            there, _ = messages(transfer.given, transfer.wanted)
-            held(transfer.source, (moments.delivery - 1, 0) if there.shared.any() else (0, 0))
-            if there.own.any():
-                read, last = self._until(transfer)
-                shown = (there.own & (there.received == 0) & (there.pieces == 1)).any()
-                held(transfer.source, last if shown else (read - 1, 0))
         for name in program.outputs:
             held(name, (self._model.callers_until(program.slots[name].value), 0))
         return found
@@ -197,37 +190,52 @@ class _Step:
         for name in self._program.inputs.values():
             self._hold(0, moments.end, self._model.micro_batches * self._nbytes(slots[name]))
         kept = dict[str, IntArray]()  # by target: up to which point its gradient is kept to be sent, or taken from
+        given = defaultdict[str, list[Slot]](list)  # values that are moved; up to which point those are kept
+        until = defaultdict[str, IntArray](lambda: np.zeros(self._program.devices, dtype=np.int64))
         for transfer in self._program.transfers:
             if transfer.given.value in self._graph.values:
                 there, back = messages(transfer.given, transfer.wanted)
-                self._move(transfer, there)
+                ends, root = self._move(transfer, there), self._lifetimes.root(transfer.source)
+                if root in self._lifetimes.stops:
+                    given[root].append(transfer.given)
+                    until[root] = np.maximum(until[root], ends)
                 made = transfer.weights or transfer.given.value in self._graph.producer
                 if transfer.given.requires_grad and made:
                     kept[transfer.target] = self._move_back(transfer, back)
                 if transfer.given.requires_grad and transfer.weights:
                     sent.append(([transfer.target], (moments.backward(self._reader(transfer.target)), 0)))
         for targets, stop in sent:
-            nbytes = np.max([self._nbytes(slots[target]) for target in targets], axis=0)
             ends = np.max([kept[target] for target in targets], axis=0)
-            for end in set(ends.tolist()):
-                self._hold(stop[0] + 1, end, nbytes * (ends == end))
+            self._hold_longer(stop, ends, [slots[target] for target in targets])
+        for root, moved in given.items():
+            self._hold_longer(self._lifetimes.stops[root], until[root], moved)
 
-    def _move(self, transfer: Transfer, sizes: Messages) -> None:
+    def _hold_longer(self, stop: Time, ends: IntArray, slots: Sequence[Slot]) -> None:
+        """Hold the memory of all of these slots beyond `stop` up to a point for each device."""
+        nbytes = np.max([self._nbytes(slot) for slot in slots], axis=0)
+        for end in set(ends.tolist()):
+            self._hold(stop[0] + 1, end, nbytes * (ends == end))
+
+    def _move(self, transfer: Transfer, sizes: Messages) -> IntArray:
         """Messages from when the maker's segment is done, or from a stop when the value is read, which makes the copy,
-        until the backward of the first segment that reads it."""
+        until the backward of the first segment that reads it; to which point every device keeps the value itself for
+        them, and for what is a view of it."""
         moments, (read, last) = self._moments, self._until(transfer)
         home = _is_home(transfer.given) and not transfer.weights
         start = moments.forward(self._made(transfer.given)) + 1 if home else read - 1
         if transfer.target in self._program.freed:
             self._gather_again(transfer, sizes)
-        made = self._spread(transfer.wanted.layout.grid, (sizes.received > 0) | (sizes.pieces > 1))
-        nbytes = self._nbytes(transfer.wanted)
+        put_together = (sizes.received > 0) | (sizes.pieces > 1)
+        made, nbytes = self._spread(transfer.wanted.layout.grid, put_together), self._nbytes(transfer.wanted)
         self._hold(read - 1, read, nbytes)  # the runtime makes room also where nothing has to be put together
         self._hold(read, last[0] + 1, made * nbytes)
         self._hold_sent(transfer.given, transfer.wanted, sizes, (start, read, moments.delivery))
         if not _is_home(transfer.given):
             shared = self._spread(transfer.given.layout.grid, sizes.shared)
             self._hold(read, moments.delivery, shared * self._nbytes(transfer.given))
+        shared = self._spread(transfer.given.layout.grid, sizes.shared * moments.delivery)
+        own = np.where(put_together, read, last[0] + 1) * sizes.own
+        return np.maximum(shared, self._spread(transfer.wanted.layout.grid, own))
 
     def _gather_again(self, transfer: Transfer, sizes: Messages) -> None:
         """Weights that are gathered before a segment goes back: put together beside their messages, then copied to
