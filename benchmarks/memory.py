@@ -175,14 +175,17 @@ def peaks(case: Case) -> Peaks:
         compiled(inputs)
     optimizer = OPTIMIZERS[case.optimizer](net)
 
+    def go_back() -> None:
+        results = compiled(inputs)  # held, as most training loops do
+        cross_entropy(results, targets).backward()
+
     def step() -> None:
         for _ in range(2):
             if case.micro_batches > 1:
                 compiled.train_step(inputs, targets, cross_entropy, optimizer)
                 optimizer.zero_grad(set_to_none=True)
                 continue
-            loss = cross_entropy(compiled(inputs), targets)
-            loss.backward()
+            go_back()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 

@@ -174,7 +174,7 @@ def _groups(held: Mapping[int, Block]) -> tuple[tuple[int, ...], ...]:
 def makes_large_result(graph: LayerGraph, layer: Layer) -> bool:
     """Whether a layer makes a large result of the model from less: it begins a segment.
 
-    A segment holds what it hands on, and the gradients of that, until all of it has gone back.
+    A segment holds the gradients of what it hands on until all of it has gone back.
     """
     least = max(ALONE_BYTES, 1 + sum(graph.values[value].nbytes for value in layer.inputs))
     return any(value in graph.user_outputs and graph.values[value].nbytes >= least for value in layer.outputs)

@@ -12,20 +12,22 @@ import networkx as nx
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.repeated import unit_of
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import SAVED, STATES, Plan, Scheme, Strategy
+from parplan.runtime.compat import memory_in_use
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.local import LocalTransport
 
 __all__ = [
-    "CLOSE", "Outcome", "Planner", "Rule", "compiled", "differences", "executor", "outcome", "planner", "random_passes",
-    "random_strategies", "spread", "spread_all",
+    "CLOSE", "Made", "Outcome", "Planner", "Rule", "compiled", "differences", "executor", "outcome", "planner",
+    "random_passes", "random_strategies", "spread", "spread_all",
 ]  # fmt: skip
 
 CLOSE = 1e-9  # relative, float64
@@ -173,3 +175,22 @@ def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
         if not error <= CLOSE * scale:
             off[name] = error / scale
     return off
+
+
+class Made(TorchDispatchMode):
+    """Memory that ops make, and how much of it is in use."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, tuple[Callable[[], bool], int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in (one for one in pytree.tree_leaves(found) if isinstance(one, Tensor)):
+            memory = one.untyped_storage()
+            self._made[memory._cdata] = memory_in_use(one), memory.nbytes()
+        return found
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(size for used, size in self._made.values() if used())

@@ -6,13 +6,14 @@ needs whole is gathered, so the layer that takes it counts its own copy too (an 
 have it whole). What a layer's ops hold inside at the same time is followed op by op.
 
 Assumed is the usual step: gradients are set to None before the forward, so they live from their layer's backward to the
-update; and a loss outside the model that holds two tensors of the size of the results, as cross entropy does.
+update; the caller holds the results until the backward has passed; and a loss outside the model holds two tensors of
+their size, as cross entropy does.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -172,7 +173,7 @@ class MemoryModel:
             else:
                 spans.append(_Span(term.time, (last, maxsize), nbytes))
         for position, call in enumerate(calls, ops.first[name]):
-            saved, forward, back = self._saved(local, call), ops.forward(position), ops.back(position)
+            saved, forward, back = self._saved(local, call, times.shared), ops.forward(position), ops.back(position)
             intervals = (times.kept_from(name, forward), back), (forward, forward), (back, back)
             amounts = saved.inner_bytes, saved.forward_bytes, saved.backward_bytes
             spans += [_Span(*pair, nbytes) for pair, nbytes in zip(intervals, amounts, strict=True) if nbytes]
@@ -233,15 +234,22 @@ class MemoryModel:
         # The CPU's are kept from step to step.
         yield Held(0 if self.on_cpu else back, moments.end if self.on_cpu else moments.passed, messages_bytes)
         yield Held(moments.loss, moments.loss + 1, 2 * self.taken(local, self.delivered(layer.outputs)))
-        # What is handed on, and its gradient, until the segment has gone back: all layers before, or the unit.
+        # The gradient of what is handed on, until the segment has gone back: all layers before, or the unit.
         end, handed_on = moments.passed, self._handed_on
         if local.strategy.saved == "replay":
             unit = units(self.graph)[unit_of(self.graph)[layer.name]]
             end, handed_on = moments.backward(self._index[unit[0]]) + 1, self._leaving_units
-        yield Held(back + 1, end, 2 * self.taken(local, handed_on.intersection(layer.outputs)))
-        if local.shares_statistics:  # it runs by itself, and holds its results until it has gone back
-            alone = [one for one in self._whole.owned[layer.name] if one.value in layer.outputs]
-            yield from (Held(one.stop[0] + 1, back + 1, self.taken(local, [one.value])) for one in alone)
+        yield Held(back + 1, end, self.taken(local, handed_on.intersection(layer.outputs)))
+        # Results are the caller's; what a layer makes that runs by itself is held by the segment that reads it.
+        until = dict.fromkeys(layer.outputs if local.shares_statistics else (), back)
+        until |= {self._whole.root(value): self.callers_until(value) + 1 for value in self._results}
+        for one in self._whole.owned[layer.name]:
+            if one.start[0] == forward and one.stop[0] + 1 < until.get(one.value, 0):
+                yield Held(one.stop[0] + 1, until[one.value], self.taken(local, [one.value]))
+
+    def callers_until(self, result: str) -> int:
+        """Until when the caller holds a result beside those that are put together."""
+        return self.moments.delivery if result in self.put_together else self.moments.passed
 
     def allocated(self, nbytes: Bytes) -> Bytes:
         """Bytes the allocator counts for a tensor of so many, or for each of an array of them."""
@@ -273,12 +281,13 @@ class MemoryModel:
 
     # -- whole amounts --
 
-    def _saved(self, local: LocalLayer, call: OpCall) -> Saved:
+    def _saved(self, local: LocalLayer, call: OpCall, shared: Set[str]) -> Saved:
         """What an op keeps, with what the runtime's own forms of it need."""
         saved = saved_by(call, self.on_cpu)
         if local.shares_statistics and "batch_norm" in call.op:
-            # graph/batch_norm.py: two products of the size of its input.
-            return replace(saved, backward_bytes=saved.backward_bytes + 2 * call.inputs[0].nbytes)
+            # graph/batch_norm.py: two products of the size of its input; half of it runs behind its gradient's use.
+            tensors = 2 + (call.outputs[0].name in shared)
+            return replace(saved, backward_bytes=saved.backward_bytes + tensors * call.inputs[0].nbytes)
         summed = local.axis is not None and call.outputs[0].name in local.axis.partial
         if call.op in ("embedding_bags", "offset_bags") and summed:
             # graph/axes/bags.py: local indices, and a factor for each that is zero where its row is elsewhere.

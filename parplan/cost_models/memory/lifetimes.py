@@ -8,7 +8,7 @@ follow its compute steps, and the transfers between them, by the same rules.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -60,17 +60,17 @@ class Segmentation:
 
     Args:
         first: by layer index, the first layer of its segment.
-        leaving: values that a segment hands on, and holds until it has gone back.
+        leaving: values that a segment hands on, and until when each is held at least.
         outputs: slots whose gradients the loss gives.
         slots: where a layer reads a value that was moved to it, by layer and value.
         sent_back: by layer index, (source, target) of the transfers whose gradient leaves when that layer has gone
             back; the number of layers stands for the loss.
-        known: whether segments are those of a program. Else what layers hand on is held until they have gone back
-            themselves, however long the segment is that they may be in.
+        known: whether segments are those of a program. Else gradients of what layers hand on are held until they have
+            gone back themselves, however long the segment is that they may be in.
     """
 
     first: Mapping[int, int]
-    leaving: Set[str]
+    leaving: Mapping[str, Time]
     outputs: Sequence[str]
     slots: Mapping[tuple[str, str], str] = field(default_factory=dict)
     sent_back: Mapping[int, Sequence[tuple[str, str]]] = field(default_factory=dict)
@@ -130,11 +130,15 @@ class Ops:
         """When an op runs backward."""
         return self.moments.backward(self.index[self.layers[position]]), 2 * len(self.calls) - position
 
+    def gone_back(self, index: int) -> Time:
+        """When a layer has gone back."""
+        return self.back(self.first[self.order[index]])
+
     def whole(self) -> Segmentation:
         """All layers on one device, with nothing to move."""
         outputs = {name for name in self.graph.user_outputs if isinstance(name, str) and name in self.makers}
         trained = [name for name in sorted(outputs) if self.graph.values[name].requires_grad]
-        return Segmentation(dict.fromkeys(range(len(self.order)), 0), outputs, trained, known=False)
+        return Segmentation(dict.fromkeys(range(len(self.order)), 0), {}, trained, known=False)
 
 
 @dataclass
@@ -167,8 +171,10 @@ class Lifetimes:
 
     Attributes:
         owned: values that ops make, and gradients of values, by the layer that has them; None: by slot.
+        stops: until when every value is held, of those that are no views.
         terms: of the gradients of parameters, by layer, in the order of the backward.
         adding: the layers that have terms of a parameter's gradient, in the order of the backward.
+        shared: values whose makers go back with a gradient that others need behind them.
         sent: of gradients that transfers send back: the slots that these fill, and when it is needed no more otherwise.
         inputs: the first layer that takes a user input, by name.
         kept: the values that autograd keeps, views as what they show, by the layer that makes them, or first takes
@@ -192,15 +198,17 @@ class Lifetimes:
         for layer, call in zip(ops.layers, ops.calls, strict=True):
             for out in call.outputs if call.is_view and call.inputs else ():
                 shown = self._slot(layer, call.inputs[0].name)
-                self._storage[out.name] = self._root(shown)
+                self._storage[out.name] = self.root(shown)
                 if call.op not in _OWN_GRADIENT:
                     self._passed[out.name] = self._passed_root(shown)
         self.owned: dict[str | None, list[Lifetime]] = defaultdict(list)
+        self.stops: dict[str, Time] = {}
         self.inputs: dict[str, str] = {}
         self.kept: dict[str | None, list[str]] = defaultdict(list)
         self._find_values()
         self.terms: dict[str, list[Term]] = defaultdict(list)
         self.adding: dict[str, dict[str, None]] = defaultdict(dict)
+        self.shared = set[str]()
         self.sent: list[tuple[list[str], Time]] = []
         self._find_gradients()
 
@@ -208,7 +216,7 @@ class Lifetimes:
         """Whether ops of `layer` keep `value`, or a view of it."""
         first = self._ops.first[layer]
         saved = self._ops.saved[first : first + len(self._ops.graph.layers[layer].nodes)]
-        return any(self._root(name) == self._root(value) for names in saved for name in names)
+        return any(self.root(name) == self.root(value) for names in saved for name in names)
 
     def kept_from(self, layer: str, forward: Time) -> Time:
         """When what a layer keeps inside begins: with its forward, or when it is replayed."""
@@ -224,7 +232,7 @@ class Lifetimes:
     def _slot(self, layer: str, value: str) -> str:
         return self._segments.slots.get((layer, value), value)
 
-    def _root(self, name: str) -> str:
+    def root(self, name: str) -> str:
         """The value that a value is a view of; itself if it is none."""
         return self._storage.get(name, name)
 
@@ -236,8 +244,7 @@ class Lifetimes:
 
     def _done(self, layer: str) -> Time:
         """When the segment of a layer has gone back, or the layer where segments are not known."""
-        first = self._segment(layer) if self._segments.known else self._ops.index[layer]
-        return self._ops.back(self._ops.first[self._ops.order[first]])
+        return self._ops.gone_back(self._segment(layer) if self._segments.known else self._ops.index[layer])
 
     def _find_values(self) -> None:
         ops, last, keeper, again = self._ops, dict[str, Time](), dict[str, Time](), dict[str, Time]()
@@ -245,23 +252,24 @@ class Lifetimes:
             for operand in call.inputs:
                 if operand.name not in ops.makers and not operand.state:
                     self.inputs.setdefault(operand.name, layer)
-                root = self._root(self._slot(layer, operand.name))
+                root = self.root(self._slot(layer, operand.name))
                 last[root] = ops.forward(position)
                 if layer in self._run and not operand.state and not self._remade(root, layer):
                     keeper[root] = max(keeper.get(root, (0, 0)), self._done(layer))
             for name in ops.saved[position]:
-                root = self._root(self._slot(layer, name))
+                root = self.root(self._slot(layer, name))
                 found = again if self._remade(root, layer) else keeper
                 found[root] = max(found.get(root, (0, 0)), ops.back(position))
         for name in keeper:
             self.kept[ops.layers[ops.makers[name]] if name in ops.makers else self.inputs.get(name)].append(name)
-        leaving = {self._root(name) for name in self._segments.leaving}
+        for name, time in self._segments.leaving.items():
+            root = self.root(name)
+            last[root] = max(last.get(root, time), time)
         for name, position in ops.makers.items():
             if name not in self._storage:
                 layer, start = ops.layers[position], ops.forward(position)
-                needed = max(start, last.get(name, start), keeper.get(name, start))
-                handed_on = self._done(layer) if name in leaving else (0, 0)
-                self._add(layer, name, start, handed_on if name in leaving else needed)
+                self.stops[name] = max(start, last.get(name, start), keeper.get(name, start))
+                self._add(layer, name, start, self.stops[name])
                 if name in again:
                     self._add(layer, name, self.kept_from(layer, start), again[name])
 
@@ -318,6 +326,7 @@ class Lifetimes:
             gradient = self._held.pop(root, None)
             if gradient is not None:
                 gradient.end(root, time if gradient.segment == segment else self._done(layer))
+                self.shared |= {root} if gradient.values else set()
 
     def _give(self, call: OpCall, operand: Operand, position: int, taken: _Gradient | None) -> None:
         """The gradient of one operand: made, handed on, or added to one that is there."""

@@ -10,7 +10,7 @@ device.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parplan.cost_models.memory.layer_memory import MemoryModel
-from parplan.cost_models.memory.lifetimes import Lifetimes, Segmentation
+from parplan.cost_models.memory.lifetimes import Lifetimes, Segmentation, Time
 from parplan.cost_models.memory.message_sizes import Messages, messages
 from parplan.cost_models.ops.op_calls import op_calls
 from parplan.graph.local import LocalLayer
@@ -77,7 +77,7 @@ class _Step:
     def _segmentation(self) -> Segmentation:
         """The number of layers stands for the caller; a stop on the way to slots is read by whoever reads those."""
         graph, program, count = self._graph, self._program, len(self._index)
-        leaving, slots = set[str](), dict[tuple[str, str], str]()
+        slots = dict[tuple[str, str], str]()
         for step in program.computes:
             layers = [self._index[name] for name in step.layers]
             for operand in step.operands:
@@ -87,7 +87,6 @@ class _Step:
             if step.code is not Code.STATISTICS:
                 self._first |= dict.fromkeys(layers, layers[0])
                 self._last |= dict.fromkeys(layers, layers[-1])
-                leaving |= {result.name for result in step.results}
         for slot in (*program.outputs, *program.updates.values()):
             self._readers[slot].append(count)
         self._stops = {t.source for t in program.transfers} - set(self._readers)
@@ -99,7 +98,39 @@ class _Step:
                 sent_back[self._first.get(min(readers), count)].append((transfer.source, transfer.target))
         wanted = map(program.slots.__getitem__, dict.fromkeys(program.outputs))
         outputs = [slot.name for slot in wanted if slot.requires_grad and slot.value in graph.producer]
-        return Segmentation(self._first, leaving, outputs, slots, sent_back)
+        return Segmentation(self._first, self._leaving(), outputs, slots, sent_back)
+
+    def _leaving(self) -> dict[str, Time]:
+        """What segments hand on, and until when it is held at least: until transfers begin, the segments that read it
+        as it is have gone back, and the caller drops it."""
+        gone_back, moments, program = self._model.ops.gone_back, self._moments, self._program
+        found = dict[str, Time]()
+
+        def held(name: str, time: Time) -> None:
+            found[name] = max(found.get(name, time), time)
+
+        for step in program.computes:
+            first = self._index[step.layers[0]]
+            for result in step.results:
+                held(result.name, (moments.forward(self._last[first]) + 1, 0))
+            for operand in step.operands:
+                held(operand.slot, gone_back(first))
+        for name in program.outputs:
+            held(name, (self._model.callers_until(program.slots[name].value), 0))
+        return found
+
+    def _until(self, transfer: Transfer) -> tuple[int, Time]:
+        """At which point a value is first read where a transfer brings it, and until when it is held there: until the
+        first segment that reads it has gone back; freed weights and stops on the way until they are read."""
+        moments, first = self._moments, self._reader(transfer.target)
+        read = moments.forward(first)
+        if transfer.target in self._program.freed:
+            return read, (moments.forward(self._last[first]), 0)
+        if transfer.target in self._stops:
+            return read, (read - 1, 0)
+        if first == len(self._index):
+            return read, (self._model.callers_until(transfer.given.value), 0)
+        return read, self._model.ops.gone_back(first)
 
     def _hold_parameters(self) -> None:
         """Parameters and their optimizer state; of gradients what of it begins with which layer's term.
@@ -159,44 +190,52 @@ class _Step:
         for name in self._program.inputs.values():
             self._hold(0, moments.end, self._model.micro_batches * self._nbytes(slots[name]))
         kept = dict[str, IntArray]()  # by target: up to which point its gradient is kept to be sent, or taken from
+        given = defaultdict[str, list[Slot]](list)  # values that are moved; up to which point those are kept
+        until = defaultdict[str, IntArray](lambda: np.zeros(self._program.devices, dtype=np.int64))
         for transfer in self._program.transfers:
             if transfer.given.value in self._graph.values:
                 there, back = messages(transfer.given, transfer.wanted)
-                self._move(transfer, there)
+                ends, root = self._move(transfer, there), self._lifetimes.root(transfer.source)
+                if root in self._lifetimes.stops:
+                    given[root].append(transfer.given)
+                    until[root] = np.maximum(until[root], ends)
                 made = transfer.weights or transfer.given.value in self._graph.producer
                 if transfer.given.requires_grad and made:
                     kept[transfer.target] = self._move_back(transfer, back)
                 if transfer.given.requires_grad and transfer.weights:
                     sent.append(([transfer.target], (moments.backward(self._reader(transfer.target)), 0)))
         for targets, stop in sent:
-            nbytes = np.max([self._nbytes(slots[target]) for target in targets], axis=0)
             ends = np.max([kept[target] for target in targets], axis=0)
-            for end in set(ends.tolist()):
-                self._hold(stop[0] + 1, end, nbytes * (ends == end))
+            self._hold_longer(stop, ends, [slots[target] for target in targets])
+        for root, moved in given.items():
+            self._hold_longer(self._lifetimes.stops[root], until[root], moved)
 
-    def _move(self, transfer: Transfer, sizes: Messages) -> None:
+    def _hold_longer(self, stop: Time, ends: IntArray, slots: Sequence[Slot]) -> None:
+        """Hold the memory of all of these slots beyond `stop` up to a point for each device."""
+        nbytes = np.max([self._nbytes(slot) for slot in slots], axis=0)
+        for end in set(ends.tolist()):
+            self._hold(stop[0] + 1, end, nbytes * (ends == end))
+
+    def _move(self, transfer: Transfer, sizes: Messages) -> IntArray:
         """Messages from when the maker's segment is done, or from a stop when the value is read, which makes the copy,
-        until the backward of the first segment that reads it."""
-        moments, first = self._moments, self._reader(transfer.target)
-        read = moments.forward(first)
+        until the backward of the first segment that reads it; to which point every device keeps the value itself for
+        them, and for what is a view of it."""
+        moments, (read, last) = self._moments, self._until(transfer)
         home = _is_home(transfer.given) and not transfer.weights
         start = moments.forward(self._made(transfer.given)) + 1 if home else read - 1
-        end = moments.backward(first) + 1
         if transfer.target in self._program.freed:
-            end = moments.forward(self._last[first]) + 1
             self._gather_again(transfer, sizes)
-        elif transfer.target in self._stops:
-            end = read
-        elif first == len(self._index):  # results are the caller's, who hands them to the loss
-            end = read + 1
-        made = self._spread(transfer.wanted.layout.grid, (sizes.received > 0) | (sizes.pieces > 1))
-        nbytes = self._nbytes(transfer.wanted)
+        put_together = (sizes.received > 0) | (sizes.pieces > 1)
+        made, nbytes = self._spread(transfer.wanted.layout.grid, put_together), self._nbytes(transfer.wanted)
         self._hold(read - 1, read, nbytes)  # the runtime makes room also where nothing has to be put together
-        self._hold(read, end, made * nbytes)
+        self._hold(read, last[0] + 1, made * nbytes)
         self._hold_sent(transfer.given, transfer.wanted, sizes, (start, read, moments.delivery))
         if not _is_home(transfer.given):
             shared = self._spread(transfer.given.layout.grid, sizes.shared)
             self._hold(read, moments.delivery, shared * self._nbytes(transfer.given))
+        shared = self._spread(transfer.given.layout.grid, sizes.shared * moments.delivery)
+        own = np.where(put_together, read, last[0] + 1) * sizes.own
+        return np.maximum(shared, self._spread(transfer.wanted.layout.grid, own))
 
     def _gather_again(self, transfer: Transfer, sizes: Messages) -> None:
         """Weights that are gathered before a segment goes back: put together beside their messages, then copied to

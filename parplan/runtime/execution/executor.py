@@ -264,13 +264,11 @@ class FreedWeights:
         """A forward begins; of the parameters whose weights will be gathered again."""
         self._writes = {name: writes(self._store.original(name)) for name in parameters}
 
-    def free(self, device: int, weights: Iterable[Tensor], results: Iterable[Tensor]) -> None:
-        """Free the memory of weights, but not what results of their step are views of."""
-        shown = {memory(tensor) for tensor in results}
+    def free(self, device: int, weights: Iterable[Tensor]) -> None:
+        """Free the memory of weights."""
         with self._transport.on(device):
             for tensor in weights:
-                if memory(tensor) not in shown:
-                    tensor.untyped_storage().resize_(0)
+                tensor.untyped_storage().resize_(0)
 
     def gather(self, transfer: Transfer) -> None:
         """Start to gather weights for their backward.

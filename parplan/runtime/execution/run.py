@@ -7,12 +7,13 @@ program's backward steps one by one, and asks autograd only for the gradients of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from parplan.errors import RuntimeFailure
@@ -30,14 +31,19 @@ __all__ = ["Run"]
 
 @dataclass(frozen=True)
 class _Recorded:
-    """The autograd graph of one compute step on one device; `inputs` are leaves, or do not need gradients.
+    """The autograd graph of one compute step on one device.
 
-    Of a step that is replayed, also how often each input had been written.
+    Args:
+        inputs: leaves of the graph, or tensors that do not need gradients.
+        results: where the gradient of each enters the graph, None without; the graph alone says which values it needs.
+        weights: inputs that are gathered again for the backward, by slot; not those that results are views of.
+        writes: how often each input had been written, of a step that is replayed.
     """
 
     inputs: tuple[Tensor, ...]
-    results: tuple[Tensor, ...]
-    writes: tuple[int, ...] = ()
+    results: tuple[GradientEdge | None, ...]
+    weights: Mapping[str, Tensor]
+    writes: tuple[int, ...]
 
 
 class Run:
@@ -218,8 +224,9 @@ class Run:
                 )
             parts.add(slot.name, device, tensor.detach())
         if record:
+            edges = tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in results)
             counts = tuple(map(writes, inputs)) if step.unit is not None else ()
-            self._recorded[id(step), device] = _Recorded(inputs, results, counts)
+            self._recorded[id(step), device] = _Recorded(inputs, edges, self._weights(step, inputs, results), counts)
 
     def update_buffers(self, parts: SlotParts) -> None:
         """Assign buffers that the forward writes; those that the model writes last wait for `end`."""
@@ -330,8 +337,7 @@ class Run:
                 if self._reached is None or step.transfer.target in self._reached:
                     self._freed.gather(step.transfer)
             else:
-                for device in self._executor.owned(step.grid.devices):
-                    self._freed.refill(device, self._weights(step, device))
+                self._refill_weights(step)
                 self._executor.each(step, partial(self._through_layers, step, grads=grads, sums=sums), backward=True)
                 self._free_weights(step)
                 for result in step.results:
@@ -348,17 +354,28 @@ class Run:
             self._transport.free_sent()
         self._to_slices = []
 
-    def _weights(self, step: Compute, device: int) -> dict[str, Tensor]:
-        """Weights in the graph of a step that are gathered again for its backward, by slot; not of a forward that a
-        checkpoint runs again, whose tensors the graphs of the first one take."""
-        recorded = self._recorded.get((id(step), device)) if self._program.freed and not self._again else None
-        operands = zip(step.operands, recorded.inputs, strict=False) if recorded is not None else ()
-        return {operand.slot: tensor for operand, tensor in operands if operand.slot in self._program.freed}
+    def _weights(self, step: Compute, inputs: Sequence[Tensor], results: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Weights in the graph of a step that are freed behind it and gathered again for its backward, by slot; not of
+        a forward that a checkpoint runs again, whose tensors the graphs of the first one take."""
+        if not self._program.freed or self._again:
+            return {}
+        shown = set(map(memory, results))
+        operands = zip(step.operands, inputs, strict=False)
+        return {o.slot: t for o, t in operands if o.slot in self._program.freed and memory(t) not in shown}
+
+    def _gathered(self, step: Compute) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """The weights in the graphs of a step, on each device of this process."""
+        for device in self._executor.owned(step.grid.devices):
+            if (recorded := self._recorded.get((id(step), device))) is not None:
+                yield device, recorded.weights
+
+    def _refill_weights(self, step: Compute) -> None:
+        for device, weights in self._gathered(step):
+            self._freed.refill(device, weights)
 
     def _free_weights(self, step: Compute) -> None:
-        for device in self._executor.owned(step.grid.devices):
-            if weights := self._weights(step, device):
-                self._freed.free(device, weights.values(), self._recorded[id(step), device].results)
+        for device, weights in self._gathered(step):
+            self._freed.free(device, weights.values())
 
     def _send_back(self, step: Transfer, grads: SlotParts) -> None:
         target = self._program.slots[step.target]
@@ -384,10 +401,10 @@ class Run:
             return
         known = {result.slot: grads.get(result.slot).get(device) for result in step.results}
         ends, pulls = [], []
-        for result, tensor in zip(step.results, recorded.results, strict=True):
+        for result, edge in zip(step.results, recorded.results, strict=True):
             gradient = known[result.slot]
-            if tensor.requires_grad and gradient is not None:
-                ends.append(tensor)
+            if edge is not None and gradient is not None:
+                ends.append(edge)
                 pulls.append(gradient)
         leaves = [tensor for tensor in recorded.inputs if tensor.requires_grad]
         if not ends or not leaves:

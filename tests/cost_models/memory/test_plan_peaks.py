@@ -127,10 +127,10 @@ def test_a_view_at_the_end_of_a_segment_is_counted_once() -> None:
     model = MemoryModel(graph, "sgd", on_cpu=True)
     held = memory_over_step(model, lower(graph, plan, StepSetting.per_process(2, 6)))
     weights, inputs, share, hidden, result_share = 4 * 40, 4 * 6 * 4, 4 * 3 * 4, 4 * 6 * 8, 4 * 3 * 2 * 3
-    # Of its share of the results the gradient is there twice: the process's own, and its part of the mean, which is
-    # sent as it lies.
-    stays = 2 * weights + inputs + share + 2 * result_share
-    assert held[model.moments.backward(0), 0] == stays + 2 * hidden
+    # The caller holds its share of the results, whose gradient is there twice: the process's own, and its part of the
+    # mean, which is sent as it lies. Of the hidden values there is the gradient alone.
+    stays = 2 * weights + inputs + share + 3 * result_share
+    assert held[model.moments.backward(0), 0] == stays + hidden
 
 
 class Tied(nn.Module):
@@ -152,8 +152,9 @@ def test_layers_that_share_a_parameter_on_two_devices_have_one_gradient_each() -
     model = MemoryModel(graph, "sgd", on_cpu=True)
     held = memory_over_step(model, lower(graph, plan, StepSetting.per_process(2, 6)))
     weights, ids_share, hidden, result_share = 4 * 40, 8 * 3, 4 * 6 * 4, 4 * 3 * 10
-    # The gradient of the hidden values is sent as it lies, and the process's own of its results is kept.
-    assert held[model.moments.backward(0), 1] == 2 * weights + ids_share + hidden + result_share
+    # The gradient of the hidden values is sent as it lies. The caller's share of the results is a view of all of them,
+    # and its gradient is kept.
+    assert held[model.moments.backward(0), 1] == 2 * weights + ids_share + hidden + (2 + 1) * result_share
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.plan import Strategy
-from parplan.runtime.compat import memory_in_use
 from parplan.runtime.module.compiled import Compiled
-from tests.runtime.helpers import Rule, planner, spread
+from tests.runtime.helpers import Made, Rule, planner, spread
 from tests.runtime.micro_batch_cases import Rows, by_train_step
 from tests.runtime.ranks import run_case
 from tests.runtime.replay_cases import (
@@ -207,25 +202,6 @@ def test_a_layer_in_no_unit_is_refused() -> None:
 # ---- memory, and the verifier ----------------------------------------------------------------------------------------
 
 
-class Made(TorchDispatchMode):
-    """Memory that ops make, and how much of it is in use."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._made: dict[int, tuple[Callable[[], bool], int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for one in (one for one in tree_leaves(found) if isinstance(one, Tensor)):
-            memory = one.untyped_storage()
-            self._made[memory._cdata] = memory_in_use(one), memory.nbytes()
-        return found
-
-    @property
-    def live_bytes(self) -> int:
-        return sum(size for used, size in self._made.values() if used())
-
-
 def test_only_what_the_replay_reads_stays() -> None:
     """Of a unit of wide layers nothing is alive behind its forward but its operand; of a kept one, all is."""
     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).double()
@@ -240,6 +216,6 @@ def test_only_what_the_replay_reads_stays() -> None:
             loss.backward()
             backward.append(made.live_bytes)
     weights, wide, narrow = sum(p.numel() for p in net.parameters()) * 8, 16 * 64 * 8, 16 * 8 * 8
-    # The results of the unit and of the layer behind it, by rows and whole; of the kept unit also its first tanh.
-    assert forward == [weights + wide + 2 * narrow + 8, weights + 2 * wide + 2 * narrow + 8]
+    # The operands of the unit and of the layer behind it; of the kept unit also its first tanh.
+    assert forward == [weights + wide + narrow + 8, weights + 2 * wide + narrow + 8]
     assert backward[0] == backward[1]

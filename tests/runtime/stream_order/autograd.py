@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tests.runtime.stream_order.machine import Machine
 from tests.runtime.stream_order.order import Clock, Timeline
@@ -68,7 +68,9 @@ class Engine:
         self._modes = modes
         self._busy: dict[int, int] = {}  # device -> the host thread that stands for its engine thread
 
-    def __call__(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None], *args: Any, **kwargs: Any
+    ) -> Any:
         if self._machine.local.paused:
             return self._call(outputs, gradients, *args, **kwargs)
         task = _Task(self._machine, self._busy)
@@ -110,11 +112,11 @@ class _Task:
             local.streams, local.device, local.accumulations = self._streams, self._device, accumulations
             local.node_place = node_place
 
-    def begin(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    def begin(self, outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
         """The gradients that are given are ready on the current stream of the first one."""
         streams = (_stream_of(self._machine, gradient) for gradient in gradients if gradient is not None)
         root = next((stream for stream in streams if stream is not None), None)
-        edges = [get_gradient_edge(output) for output in outputs]
+        edges = [one if isinstance(one, GradientEdge) else get_gradient_edge(one) for one in outputs]
         for edge, gradient in zip(edges, gradients, strict=True):
             if gradient is not None:
                 self._add(edge.node, edge.output_nr, gradient, root)
