@@ -190,7 +190,7 @@ class _Step:
         for name in self._program.inputs.values():
             self._hold(0, moments.end, self._model.micro_batches * self._nbytes(slots[name]))
         kept = dict[str, IntArray]()  # by target: up to which point its gradient is kept to be sent, or taken from
-        given = defaultdict[str, list[Slot]](list)  # values that are moved; up to which point those are kept
+        given = defaultdict[str, list[Slot]](list)  # what is moved, by the value whose memory it is
         until = defaultdict[str, IntArray](lambda: np.zeros(self._program.devices, dtype=np.int64))
         for transfer in self._program.transfers:
             if transfer.given.value in self._graph.values:
@@ -230,10 +230,9 @@ class _Step:
         self._hold(read - 1, read, nbytes)  # the runtime makes room also where nothing has to be put together
         self._hold(read, last[0] + 1, made * nbytes)
         self._hold_sent(transfer.given, transfer.wanted, sizes, (start, read, moments.delivery))
-        if not _is_home(transfer.given):
-            shared = self._spread(transfer.given.layout.grid, sizes.shared)
-            self._hold(read, moments.delivery, shared * self._nbytes(transfer.given))
         shared = self._spread(transfer.given.layout.grid, sizes.shared * moments.delivery)
+        if not _is_home(transfer.given):
+            self._hold(read, moments.delivery, (shared > 0) * self._nbytes(transfer.given))
         own = np.where(put_together, read, last[0] + 1) * sizes.own
         return np.maximum(shared, self._spread(transfer.wanted.layout.grid, own))
 
