@@ -275,6 +275,9 @@ class CostModel(Protocol):
     def memory_over_step(self, strategies: Mapping[str, Strategy]) -> IntArray | None:
         """Bytes by point of the step and device (memory/plan_peaks.py); None where peaks are not known either."""
 
+    def memory_by_layer(self, strategies: Mapping[str, Strategy], point: int, device: int) -> Mapping[str, int]:
+        """Bytes of that on one device at one point, by the layer that has them."""
+
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
         """Cost of changing `value` from one layout to another."""
 
@@ -321,5 +324,6 @@ class AdaptedCosts:
 
     def __init__(self, base: CostModel) -> None:
         self.memory, self.peaks, self.reduction = base.memory, base.peaks, base.reduction
-        self.memory_over_step, self.gather, self.runs_again = base.memory_over_step, base.gather, base.runs_again
+        self.memory_over_step, self.memory_by_layer = base.memory_over_step, base.memory_by_layer
+        self.gather, self.runs_again = base.gather, base.runs_again
         self.transfer, self.transfer_matrix = base.transfer, base.transfer_matrix

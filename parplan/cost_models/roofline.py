@@ -20,7 +20,7 @@ from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost
 from parplan.cost_models.devices.hardware_table import CPU
 from parplan.cost_models.memory.layer_memory import MemoryModel
-from parplan.cost_models.memory.plan_peaks import memory_over_step
+from parplan.cost_models.memory.plan_peaks import memory_by_layer, memory_over_step
 from parplan.cost_models.ops.efficiency import efficiency, kernel_seconds, rate_of
 from parplan.cost_models.ops.op_calls import op_calls
 from parplan.cost_models.ops.work import Engine, Kernel, op_work
@@ -31,6 +31,7 @@ from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Grid, IntArray
 from parplan.lowering.holdings import BUCKET_BYTES, slices
 from parplan.lowering.lower import lower
+from parplan.lowering.program import Program
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 
@@ -159,8 +160,14 @@ class RooflineCosts:
 
     def memory_over_step(self, strategies: Mapping[str, Strategy]) -> IntArray:
         """Bytes by point of the step and device of a whole plan in one pass, transfers included."""
-        program = lower(self.graph, strategies, StepSetting.on(self.cluster, self.graph.batch or 1))
-        return memory_over_step(self.memory_model, program)
+        return memory_over_step(self.memory_model, self._lowered(strategies))
+
+    def memory_by_layer(self, strategies: Mapping[str, Strategy], point: int, device: int) -> dict[str, int]:
+        """Bytes of that on one device at one point, by the layer that has them."""
+        return memory_by_layer(self.memory_model, self._lowered(strategies), point, device)
+
+    def _lowered(self, strategies: Mapping[str, Strategy]) -> Program:
+        return lower(self.graph, strategies, StepSetting.on(self.cluster, self.graph.batch or 1))
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, in rings, bucketed.

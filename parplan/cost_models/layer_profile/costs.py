@@ -116,6 +116,10 @@ class ProfileCosts:
     def memory_over_step(self, strategies: Mapping[str, Strategy]) -> None:
         """None, as for `peaks`."""
 
+    def memory_by_layer(self, strategies: Mapping[str, Strategy], point: int, device: int) -> dict[str, int]:
+        """Nothing, as no points are known."""
+        return {}
+
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over the replicas of each shard, bucketed."""
         nbytes = self._parameter_bytes(layer, strategy)

@@ -26,7 +26,7 @@ from parplan.layout import Block, Grid, IntArray, block_shapes
 from parplan.lowering.holdings import used_blocks
 from parplan.lowering.program import Code, Compute, Program, Slot, Transfer
 
-__all__ = ["memory_over_step"]
+__all__ = ["memory_by_layer", "memory_over_step"]
 
 
 def memory_over_step(model: MemoryModel, program: Program) -> IntArray:
@@ -40,14 +40,23 @@ def memory_over_step(model: MemoryModel, program: Program) -> IntArray:
     return np.cumsum(_Step(model, program).changes, axis=0)[:-1]
 
 
+def memory_by_layer(model: MemoryModel, program: Program, point: int, device: int) -> dict[str, int]:
+    """Bytes on one device at one point of a step, by the layer that has them: its tensors, what was moved to it, and
+    messages of its parameters."""
+    return _Step(model, program, (point, device)).shares
+
+
 class _Step:
     """One plan's step: every tensor on the devices from when it is made to when it is freed.
 
     Attributes:
         changes: of the bytes on each device from point to point.
+        shares: bytes of every layer at the point and on the device `at`.
     """
 
-    def __init__(self, model: MemoryModel, program: Program) -> None:
+    def __init__(self, model: MemoryModel, program: Program, at: tuple[int, int] | None = None) -> None:
+        self._at, self.shares = at, dict.fromkeys(model.graph.layers, 0)
+        self._layer = next(iter(self.shares))  # has what is held next
         self._model, self._graph, self._program = model, model.graph, program
         self._moments, self._index = model.moments, model.ops.index
         self.changes = np.zeros((model.moments.end + 1, program.devices), dtype=np.int64)
@@ -63,6 +72,7 @@ class _Step:
             if step.code is not Code.STATISTICS:
                 self._hold_layers(step)
         for one in self._lifetimes.owned[None]:
+            self._layer = self._reading(one.value)
             self._hold(one.start[0], one.stop[0] + 1, self._nbytes(program.slots[one.value]))
         self._hold_moved()
         self._hold_delivered()
@@ -73,6 +83,8 @@ class _Step:
         if start < end:
             self.changes[start] += nbytes
             self.changes[end] -= nbytes
+        if self._at is not None and start <= self._at[0] < end:
+            self.shares[self._layer] += int(np.broadcast_to(nbytes, self.changes.shape[1:])[self._at[1]])
 
     def _segmentation(self) -> Segmentation:
         """The number of layers stands for the caller; a stop on the way to slots is read by whoever reads those."""
@@ -144,6 +156,7 @@ class _Step:
         owned: dict[str, dict[str, IntArray]] = defaultdict(dict)
         for parameter, users in graph.users.items():
             size, blocks = graph.values[parameter].dtype.itemsize, self._program.holdings[parameter]
+            self._layer = users[0]
             held = self._blocks[parameter] = self._block_bytes(size, blocks)
             owned[users[0]][parameter] = model.allocated(held)
             if parameter in self._program.slices:
@@ -167,13 +180,14 @@ class _Step:
             if graph.values[parameter].requires_grad:
                 self._hold(added, moments.end, model.allocated(held) * apart)
         for name, sizes in owned.items():
+            self._layer = name
             for interval in model.residents(self._index[name], sizes):
                 self._hold(*interval)
 
     def _hold_layers(self, step: Compute) -> None:
         """What the layers of a segment hold, on devices with as many samples that begin the same gradients."""
         for name in step.layers:
-            layer, begun = self._graph.layers[name], self._begun[name]
+            layer, begun, self._layer = self._graph.layers[name], self._begun[name], name
             samples = np.repeat(step.batches, step.grid.shards)
             kinds = np.array([samples, *(last[list(step.grid.devices)] for last in begun.values())])
             for kind in np.unique(kinds, axis=1).T:
@@ -188,6 +202,7 @@ class _Step:
         """User inputs, the copies that transfers make, and their messages both ways."""
         slots, moments, sent = self._program.slots, self._moments, [*self._lifetimes.sent]
         for name in self._program.inputs.values():
+            self._layer = self._reading(name)
             self._hold(0, moments.end, self._model.micro_batches * self._nbytes(slots[name]))
         kept = dict[str, IntArray]()  # by target: up to which point its gradient is kept to be sent, or taken from
         given = defaultdict[str, list[Slot]](list)  # what is moved, by the value whose memory it is
@@ -195,6 +210,7 @@ class _Step:
         for transfer in self._program.transfers:
             if transfer.given.value in self._graph.values:
                 there, back = messages(transfer.given, transfer.wanted)
+                self._layer = self._reading(transfer.target)
                 ends, root = self._move(transfer, there), self._lifetimes.root(transfer.source)
                 if root in self._lifetimes.stops:
                     given[root].append(transfer.given)
@@ -205,9 +221,11 @@ class _Step:
                 if transfer.given.requires_grad and transfer.weights:
                     sent.append(([transfer.target], (moments.backward(self._reader(transfer.target)), 0)))
         for targets, stop in sent:
+            self._layer = self._reading(targets[0])
             ends = np.max([kept[target] for target in targets], axis=0)
             self._hold_longer(stop, ends, [slots[target] for target in targets])
         for root, moved in given.items():
+            self._layer = self._graph.producer[moved[0].value]
             self._hold_longer(self._lifetimes.stops[root], until[root], moved)
 
     def _hold_longer(self, stop: Time, ends: IntArray, slots: Sequence[Slot]) -> None:
@@ -272,7 +290,7 @@ class _Step:
         for value in self._model.put_together:
             self._hold(0, self._moments.end, self._model.micro_batches * self._nbytes(outputs[value]))
         for value in self._model.delivered(self._graph.producer):
-            nbytes = self._nbytes(outputs[value])
+            nbytes, self._layer = self._nbytes(outputs[value]), self._graph.producer[value]
             self._hold(loss, loss + 1, 2 * nbytes)
             if self._program.devices > 1:
                 self._hold(loss + 1, self._moments.passed, nbytes)
@@ -282,6 +300,7 @@ class _Step:
         moments = self._moments
         for message in (bucket.parameters for bucket in self._program.buckets if len(bucket.parameters) > 1):
             nbytes = np.sum([self._blocks[parameter] for parameter in message], axis=0)
+            self._layer = self._graph.users[message[0]][0]
             launched = moments.backward(min(self._index[self._graph.users[p][0]] for p in message)) - 1
             # The CPU's memory is kept from step to step.
             start, end = (0, moments.end) if self._model.on_cpu else (launched, moments.passed)
@@ -295,6 +314,11 @@ class _Step:
     def _reader(self, slot: str) -> int:
         """The first layer of the first segment that reads a slot."""
         return self._first.get(min(self._readers[slot]), len(self._index))
+
+    def _reading(self, slot: str) -> str:
+        """The layer that reads a slot first; of results the last one."""
+        order = self._model.ops.order
+        return order[min(self._reader(slot), len(order) - 1)]
 
     def _made(self, slot: Slot) -> int:
         """The last layer of the segment that makes a value; -1 when the user brings it."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from parplan.planner.search.context import Case
 from parplan.planner.search_space.formulation import Formulation
-from parplan.planner.solver.problem import Problem, Solution, Status
+from parplan.planner.solver.problem import Problem, Solution, Status, Usage, evaluate
 
 __all__ = ["Lacking", "fitting", "lacking"]
 
@@ -30,7 +32,8 @@ def fitting(
 
     What transfers need is known once a plan is lowered; before, layers estimate it. So the first solution is one
     without estimates: what it says of all plans (that none fits, the bound) holds. Where its plan does not fit, the
-    estimates count too. Where they are not enough, the next plan has to take less by what is lacking, without its
+    estimates count too. Where they are not enough, what its layers take beside them counts for strategies like theirs.
+    Where that does not rule the plan out either, the next one has to take less by what is lacking, without its
     transfers: below the limit and below what this one takes, or this one would be found again. Where nothing that fits
     is found, the first solution is returned: another shape may still have a plan, and `decide` refuses one that does
     not fit.
@@ -56,9 +59,39 @@ def fitting(
         lanes = list(zip(formulation.shape.lanes, limits, over, strict=True))
         if again == 0 and any(more and alone[lane] > most for lane, most, more in lanes):
             continue  # the estimates rule it out too: what is lacking may be no more than they count
+        counted = replace(_counted(case, formulation, problem, found.choice), limits=limits)
+        if not evaluate(counted, found.choice).feasible:
+            problem = counted
+            continue
         known = (most if not more else min(most, alone[lane]) for lane, most, more in lanes)
         limits = tuple(max(0.0, most - more) for most, more in zip(known, over, strict=True))
     return first, closest
+
+
+def _counted(case: Case, formulation: Formulation, problem: Problem, choice: Sequence[int]) -> Problem:
+    """The problem with what the layers of a choice take beyond their estimates, where and when a device lacks most.
+
+    It counts for strategies like theirs, whatever their state: what is moved to a layer depends on others, and is as
+    much where those stay as they are.
+    """
+    layers, devices = formulation.strategies(choice), case.cluster.devices
+    over = case.costs.memory_over_step(layers)
+    if over is None:
+        return problem
+    over = over - np.array([device.memory_bytes for device in devices])
+    point, device = (int(place) for place in np.unravel_index(over.argmax(), over.shape))
+    resource = next(k for k, lane in enumerate(formulation.shape.lanes) if devices[lane] == devices[device])
+    taken, nodes = np.zeros(len(formulation.options)), [*problem.nodes]
+    for name, nbytes in case.costs.memory_by_layer(layers, point, device).items():
+        taken[formulation.layers[name]] += nbytes
+    for index, options in enumerate(formulation.options):
+        k, here = choice[index], [u for u in nodes[index].usages if u.resource == resource and u.start <= point < u.end]
+        more = taken[index] - sum(usage.amounts[k] for usage in here)
+        alike = [replace(one.strategy, state=options[k].strategy.state) == options[k].strategy for one in options]
+        if more > 0:
+            beside = Usage(resource, point, point + 1, more * np.array(alike), estimated=True)
+            nodes[index] = replace(nodes[index], usages=(*nodes[index].usages, beside))
+    return replace(problem, nodes=tuple(nodes))
 
 
 def lacking(case: Case, formulation: Formulation, choice: Sequence[int]) -> list[float] | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
+from itertools import islice
 from random import Random
 from unittest.mock import patch
 
@@ -14,15 +16,19 @@ from torch import nn
 
 from benchmarks.memory import PLANS, Case, peaks
 from benchmarks.memory_networks import NETWORKS
+from benchmarks.proof_cases import KINDS, drawn
 from parplan.cost_models.memory.layer_memory import MemoryModel
-from parplan.cost_models.memory.plan_peaks import memory_over_step
+from parplan.cost_models.memory.plan_peaks import memory_by_layer, memory_over_step
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer
+from parplan.graph.repeated import unit_of
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
-from parplan.plan import Strategy
+from parplan.plan import STATES, Scheme, Strategy
 from parplan.planner.search_space.strategies import strategies
+from tests.planner.random_plans import random_plans
+from tests.planner.test_sharded_state import in_slices
 from tests.runtime.ranks import run_case
 
 BY_NAME = {network.name: network for network in NETWORKS}
@@ -114,6 +120,22 @@ def check_random(name: str, seed: int, rank: int, ranks: int) -> None:
 )
 def test_random_plans(name: str, seed: int) -> None:
     run_case(partial(check_random, name, seed), 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_have_all_of_it(kind: str) -> None:
+    """With layers on any devices, in every mixture of states, and replayed where they may be."""
+    problem, draw = drawn(kind, 1), Random(1)
+    model, graph = problem.costs.memory_model, problem.graph
+    for plan in islice(random_plans(graph, problem.cluster, draw, Scheme.GATHER), 3):
+        replayed = [name for name in unit_of(graph) if draw.random() < 0.5]
+        layers = in_slices(plan, draw, *STATES).layers
+        layers = {name: replace(own, saved="replay" if name in replayed else "keep") for name, own in layers.items()}
+        program = lower(graph, layers, StepSetting.on(problem.cluster, graph.batch or 1))
+        over = memory_over_step(model, program)
+        for point in draw.sample(range(len(over)), 12):
+            device = draw.randrange(over.shape[1])
+            assert sum(memory_by_layer(model, program, point, device).values()) == over[point, device]
 
 
 # ---- by hand, and against the sum over layers ------------------------------------------------------------------------

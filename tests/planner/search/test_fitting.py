@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from typing import Any
 
+import numpy as np
 import pytest
 
+from benchmarks.proof_cases import drawn
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan
@@ -19,7 +22,7 @@ from parplan.planner.search.context import Case
 from parplan.planner.search.fitting import ATTEMPTS, fitting
 from parplan.planner.search.formulations import Formulations
 from parplan.planner.search_space.pin_search import pin_questions
-from parplan.planner.solver.problem import Problem, Solution, Status
+from parplan.planner.solver.problem import Problem, Solution, Status, evaluate
 from parplan.planner.solver.solve import solve
 from tests.planner.graphs import perceptron
 
@@ -60,6 +63,31 @@ def test_tries_less_memory_and_keeps_the_nearest(excess: list[int], monkeypatch:
     for choice, lacks in zip(choices, tried[:-1], strict=False):
         limits.append(max(0.0, min(limits[-1], formulation.device_peaks(choice, 2)[0]) - lacks * GIB))
     assert [problem.limits[0] for problem in asked] == limits
+
+
+@pytest.mark.parametrize("kind", ["chain", "conv", "attention"])
+def test_what_layers_take_beside_their_estimates_counts(kind: str) -> None:
+    """A plan that lacks a byte is ruled out, without a lower limit for others."""
+    known, draw = drawn(kind, 2), random.Random(0)
+    questions = pin_questions((), known.graph, known.cluster)
+    free = Case.of(known.graph, known.cluster, known.costs, PlanRequest())
+    for _ in range(4):
+        formulation, asked = Formulations(free, questions).one_pass(), list[Problem]()
+        nodes = formulation.problem.nodes
+        choice = [int(draw.choice(np.flatnonzero(np.isfinite(node.cost_s)))) for node in nodes]
+        tight = known.cluster.with_memory(max(known.costs.peaks(formulation.strategies(choice))) - 1)
+        case = Case.of(known.graph, tight, RooflineCosts(known.graph, tight), PlanRequest())
+        formulation = Formulations(case, questions).one_pass()
+
+        def again(problem: Problem, first: bool, asked: list[Problem] = asked, own: list[int] = choice) -> Solution:
+            asked.append(problem)
+            return Solution(Status.FEASIBLE, tuple(own), 1.0, 0.0, 1.0, 0.0)
+
+        fitting(case, formulation, formulation.problem, again)
+        assert asked[2].limits == formulation.problem.limits
+        for problem in asked[2:]:
+            peaks = evaluate(problem, choice).peaks
+            assert any(peak > limit for peak, limit in zip(peaks, problem.limits, strict=True))
 
 
 def costs_key(layers: Mapping[str, Strategy]) -> tuple[Strategy, ...]:
