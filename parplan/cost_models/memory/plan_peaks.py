@@ -56,7 +56,7 @@ class _Step:
 
     def __init__(self, model: MemoryModel, program: Program, at: tuple[int, int] | None = None) -> None:
         self._at, self.shares = at, dict.fromkeys(model.graph.layers, 0)
-        self._layer = next(iter(self.shares))  # has what is held next
+        self._layer = next(iter(self.shares), "")  # has what is held next
         self._model, self._graph, self._program = model, model.graph, program
         self._moments, self._index = model.moments, model.ops.index
         self.changes = np.zeros((model.moments.end + 1, program.devices), dtype=np.int64)
