@@ -56,7 +56,7 @@ class _Step:
 
     def __init__(self, model: MemoryModel, program: Program, at: tuple[int, int] | None = None) -> None:
         self._at, self.shares = at, dict.fromkeys(model.graph.layers, 0)
-        self._layer = next(iter(self.shares), "")  # has what is held next
+        self._layer = ""  # has what is held next
         self._model, self._graph, self._program = model, model.graph, program
         self._moments, self._index = model.moments, model.ops.index
         self.changes = np.zeros((model.moments.end + 1, program.devices), dtype=np.int64)
@@ -316,9 +316,9 @@ class _Step:
         return self._first.get(min(self._readers[slot]), len(self._index))
 
     def _reading(self, slot: str) -> str:
-        """The layer that reads a slot first; of results the last one."""
+        """The layer that reads a slot first; of results the last one, "" in a model without layers."""
         order = self._model.ops.order
-        return order[min(self._reader(slot), len(order) - 1)]
+        return order[min(self._reader(slot), len(order) - 1)] if order else ""
 
     def _made(self, slot: Slot) -> int:
         """The last layer of the segment that makes a value; -1 when the user brings it."""
