@@ -108,6 +108,7 @@ class RooflineCosts:
         self._memories: dict[Hashable, LayerMemory] = {}
         self._reductions: dict[Hashable, float] = {}
         self._peaks: dict[tuple[Strategy, ...], tuple[int, ...]] = {}
+        self._last: tuple[tuple[Strategy, ...], Program] | None = None  # a plan and its program
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
         """Estimated seconds of the slowest device's part of `layer` in one pass."""
@@ -167,7 +168,11 @@ class RooflineCosts:
         return memory_by_layer(self.memory_model, self._lowered(strategies), point, device)
 
     def _lowered(self, strategies: Mapping[str, Strategy]) -> Program:
-        return lower(self.graph, strategies, StepSetting.on(self.cluster, self.graph.batch or 1))
+        """The program of a plan; the last one is kept, as its peaks and who has them are asked for in turn."""
+        key = tuple(strategies[name] for name in self.graph.layers)
+        if self._last is None or self._last[0] != key:
+            self._last = key, lower(self.graph, strategies, StepSetting.on(self.cluster, self.graph.batch or 1))
+        return self._last[1]
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, in rings, bucketed.

@@ -288,6 +288,7 @@ class _Step:
         slots, loss = map(self._program.slots.__getitem__, self._program.outputs), self._moments.loss
         outputs = {slot.value: slot for slot in slots}
         for value in self._model.put_together:
+            self._layer = self._graph.producer.get(value, self._layer)
             self._hold(0, self._moments.end, self._model.micro_batches * self._nbytes(outputs[value]))
         for value in self._model.delivered(self._graph.producer):
             nbytes, self._layer = self._nbytes(outputs[value]), self._graph.producer[value]

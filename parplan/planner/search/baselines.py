@@ -76,9 +76,8 @@ def baselines(
         families.append([_model_parallel(graph, formulation, place) for place in places])
         families.append([_hybrid(graph, formulation, place, plan) for place in places])
     known = {(one.strategy.state, one.strategy.saved) for options in formulation.options for one in options}
-    for name, ways in ((name, ways) for name, ways in _LESS_MEMORY.items() if ways in known):
-        every = _data_parallel(graph, _Place(tuple(range(cluster.count))), plan)
-        families.append([replace(every, name=name, ways=ways, local_batch_norm=False)])
+    every = replace(_data_parallel(graph, _Place(tuple(range(cluster.count))), plan), local_batch_norm=False)
+    families += [[replace(every, name=name, ways=ways)] for name, ways in _LESS_MEMORY.items() if ways in known]
     return tuple(
         _fastest([_baseline(habit, graph, cluster, costs, formulation, plan, solve) for habit in family])
         for family in families

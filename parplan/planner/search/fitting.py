@@ -75,10 +75,9 @@ def _counted(case: Case, formulation: Formulation, problem: Problem, choice: Seq
     much where those stay as they are.
     """
     layers, devices = formulation.strategies(choice), case.cluster.devices
-    over = case.costs.memory_over_step(layers)
-    if over is None:
-        return problem
-    over = over - np.array([device.memory_bytes for device in devices])
+    held = case.costs.memory_over_step(layers)
+    assert held is not None  # as its peaks are known
+    over = held - np.array([device.memory_bytes for device in devices])
     point, device = (int(place) for place in np.unravel_index(over.argmax(), over.shape))
     resource = next(k for k, lane in enumerate(formulation.shape.lanes) if devices[lane] == devices[device])
     taken, nodes = np.zeros(len(formulation.options)), [*problem.nodes]

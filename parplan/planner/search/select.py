@@ -162,7 +162,8 @@ class _Run:
             return
         if formulation is None:
             return
-        if self.best is None and self.case.saves_memory and bound is None and self.case.request.plan is None:
+        usual = shape.passes == 1 and not shape.anywhere  # a shape that plans by hand have
+        if usual and self.best is None and self.case.saves_memory and self.case.request.plan is None:
             by_hand = self.by_hand(formulation, nearest=False)  # memory is short: first a plan that fits
             self.best = by_hand if by_hand is not None and by_hand.step_s < self.cutoff else None
         solution = self.solved(formulation, masked(formulation, self.pinned, within))
@@ -171,7 +172,7 @@ class _Run:
         self.nothing_fits |= known_none and shape.scheme is Scheme.GATHER
         if solution.status is Status.UNKNOWN and self.cutoff == inf:
             self.undecided = formulation, solution
-            self.best = self.by_hand(formulation) if shape.passes == 1 and not shape.anywhere else None
+            self.best = self.by_hand(formulation) if usual else None
         if solution.choice is not None and solution.objective < self.cutoff:
             found = self.candidate(formulation, solution.choice, solution.objective)
             if found is not None:

@@ -370,6 +370,7 @@ class Run:
                 yield device, recorded.weights
 
     def _refill_weights(self, step: Compute) -> None:
+        # Not in the loop over steps: its variables would hold the weights beyond their backward.
         for device, weights in self._gathered(step):
             self._freed.refill(device, weights)
 
