@@ -33,12 +33,13 @@ from parplan.fields import (
 if TYPE_CHECKING:
     from parplan.layout import Grid
 
-__all__ = ["LISTED_DEVICES", "SAVED", "SCHEMA", "STATES", "Plan", "Scheme", "Strategy"]
+__all__ = ["LISTED_DEVICES", "SAVED", "SCHEDULES", "SCHEMA", "STATES", "Plan", "Scheme", "Strategy"]
 
 SCHEMA = "parplan.plan/1"
 RULES = ("default", "strict")
 STATES = ("replicated", "sharded", "gathered")
 SAVED = ("keep", "replay")
+SCHEDULES = ("serial", "gpipe", "1f1b")
 
 LISTED_DEVICES = 8
 """Up to so many devices a strategy's text lists each; either way, "0-3" or [0, 1, 2, 3], is read."""
@@ -142,6 +143,9 @@ class Plan:
         scheme: how samples get from many replicas to layers with fewer.
         micro_batches: equal parts of the batch that go forward and backward one after another, their gradients added up
             for one update (gradient accumulation).
+        schedule: in which order groups of devices take micro-batches: "serial", each goes forward and backward before
+            the next one; "gpipe" and "1f1b", as pipeline stages (lowering/pipeline), which layers that have no devices
+            in common make.
         note: a remark of a person's, kept with the plan.
         notes: remarks by layer name.
 
@@ -157,6 +161,7 @@ class Plan:
     rules: str = "default"
     scheme: Scheme = Scheme.GATHER
     micro_batches: int = 1
+    schedule: str = SCHEDULES[0]
     note: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -200,6 +205,7 @@ class Plan:
             "rules": self.rules,
             **({} if self.scheme is Scheme.GATHER else {"scheme": self.scheme.value}),
             **({} if self.micro_batches == 1 else {"micro_batches": self.micro_batches}),
+            **({} if self.schedule == SCHEDULES[0] else {"schedule": self.schedule}),
             **({"note": self.note} if self.note else {}),
         }
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -268,6 +274,7 @@ _PLAN = (
     choice("rules", RULES),
     choice("scheme", Scheme).optional(),
     count("micro_batches").optional(),
+    choice("schedule", SCHEDULES).optional(),
     _NOTE,
     table("layers", "an object with a strategy for every layer"),
 )

@@ -22,7 +22,7 @@ from parplan.errors import PlanError
 from parplan.graph.axes.loss_ops import BATCH_MEAN, BATCH_SUM
 from parplan.graph.layer_graph import LayerGraph, once_per_graph
 from parplan.graph.sites import site_of
-from parplan.plan import Plan, Scheme
+from parplan.plan import SCHEDULES, Plan, Scheme
 
 __all__ = ["Combination", "How", "check_micro_batches", "combinations", "equal_size"]
 
@@ -85,10 +85,15 @@ def check_micro_batches(plan: Plan, graph: LayerGraph) -> None:
     """Refuse micro-batches whose step would have other numbers than the whole batch's.
 
     Raises:
-        PlanError: passes beside them, fewer samples than micro-batches, or a layer, buffer or result that needs all
-            samples at once.
+        PlanError: passes beside them, fewer samples than micro-batches, a schedule of one, or a layer, buffer or result
+            that needs all samples at once.
     """
     count = plan.micro_batches
+    if count == 1 and plan.schedule != SCHEDULES[0]:
+        raise PlanError(
+            f"the plan has schedule {plan.schedule}, which is for several micro-batches, and 1; use micro_batches 2 or "
+            f'more, or schedule "{SCHEDULES[0]}"'
+        )
     if count == 1:
         return
     if plan.scheme is not Scheme.GATHER:

@@ -24,7 +24,7 @@ from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.fields import counted
 from parplan.garbage import seldom_collected
 from parplan.graph.layer_graph import LayerGraph
-from parplan.plan import Plan
+from parplan.plan import SCHEDULES, Plan
 from parplan.planner.decision import Baseline, Decision, Prediction, PricedGraph, Seconds, Simpler
 from parplan.planner.explain.advice import ONE, advice, advised, better_batch
 from parplan.planner.explain.branch_report import concurrent_branches, with_concurrency
@@ -39,6 +39,7 @@ from parplan.planner.search.context import (
     Case,
     formulated,
     needs_simulation,
+    pipeline_peaks,
     plain,
     shape_of,
     simulated_step,
@@ -199,7 +200,9 @@ def _predicted(
     add_up = timeline is None or isclose(timeline.step_s, step.step_s, rel_tol=EXACT)
     if timeline is None or (add_up and not needs_simulation(plan, graph)):
         return step
-    return simulated_prediction(step, timeline)
+    found = simulated_prediction(step, timeline)
+    peaks = pipeline_peaks(plan, graph, costs) if plan.schedule != SCHEDULES[0] else None
+    return found if peaks is None else replace(found, memory_bytes=peaks)
 
 
 def _case(

@@ -61,7 +61,7 @@ def plan_diff(first: Plan, second: Plan) -> PlanDiff:
     """The differences of two plans, in the forward order of the first, layers that it lacks at the end."""
     named = {
         name: (getattr(first, name), getattr(second, name))
-        for name in ("model", "fingerprint", "batch", "devices", "rules", "micro_batches")
+        for name in ("model", "fingerprint", "batch", "devices", "rules", "micro_batches", "schedule")
     }
     named["scheme"] = (first.scheme.value, second.scheme.value)
     head = tuple(Change((name,), str(old), str(new)) for name, (old, new) in named.items() if old != new)

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from time import monotonic as now_s
 
 from parplan.cluster import Cluster
-from parplan.cost_models.costs import CostModel
+from parplan.cost_models.costs import CostModel, Moments
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import Fold, fold
+from parplan.lowering.pipeline.orders import most_in_flight, orders
+from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.lowering.stages import stages
-from parplan.plan import SAVED, STATES, Plan, Strategy
+from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Strategy
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.branches import foldable, homes_of
 from parplan.planner.search_space.formulation import Formulation, formulate
@@ -21,7 +23,7 @@ from parplan.planner.solver.problem import Solution, objective
 
 __all__ = [
     "EXACT", "SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "gathered_together", "is_simulated",
-    "needs_simulation", "plain", "shape_of", "simulated_step",
+    "needs_simulation", "pipeline_peaks", "plain", "shape_of", "simulated_step",
 ]  # fmt: skip
 
 
@@ -135,7 +137,7 @@ class Case:
         Raises:
             PlanError: the plan's scheme asks for passes that cannot be.
         """
-        key = (plan.scheme, *plan.layers.values())
+        key = (plan.scheme, plan.schedule, *plan.layers.values())
         if key not in self.steps_s:
             timeline = simulated_step(plan, self.graph, self.cluster, self.costs)
             if timeline is not None:
@@ -184,6 +186,8 @@ def gathered_together(graph: LayerGraph, alike: Fold, gathered: Collection[str])
 
 def needs_simulation(plan: Plan, graph: LayerGraph) -> bool:
     """Whether layers run in passes, or some on devices that others do not use at all: then they do not add up."""
+    if plan.schedule != SCHEDULES[0]:
+        return True
     if stages(graph, plan.layers, plan.scheme).passes > 1:
         return True
     places = {frozenset(strategy.devices) for strategy in plan.layers.values()}
@@ -193,6 +197,24 @@ def needs_simulation(plan: Plan, graph: LayerGraph) -> bool:
 def plain(plan: Plan) -> dict[str, Strategy]:
     """A plan's layers as the solver knows them."""
     return {name: replace(strategy, update_period=None) for name, strategy in plan.layers.items()}
+
+
+def pipeline_peaks(plan: Plan, graph: LayerGraph, costs: CostModel) -> tuple[int, ...] | None:
+    """Peak bytes per device of a plan in pipeline stages: of one micro-batch, and what others in flight have saved.
+
+    None where no more is known than what its layers add up to.
+    """
+    held = costs.memory_over_step(plan.layers)
+    if held is None:
+        return None
+    numbers, loss = stage_numbers(graph, plan.layers), Moments(len(graph.layers)).loss
+    groups, count = len(numbers.groups), numbers.count
+    peaks = held.max(axis=0)
+    for devices, own in zip(numbers.groups, orders(plan.schedule, groups, count, plan.micro_batches), strict=True):
+        here = list(devices)
+        saved = held[loss, here] - held[0, here]
+        peaks[here] += ((most_in_flight(own, count // groups) - 1) * saved).astype(peaks.dtype)
+    return tuple(peaks.tolist())
 
 
 def fits(graph: LayerGraph, cluster: Cluster, costs: CostModel, layers: Mapping[str, Strategy]) -> bool:

@@ -16,11 +16,13 @@ from itertools import product
 from typing import Any
 
 from parplan.cost_models.communication.traffic import traffic
+from parplan.lowering.pipeline.orders import Action
+from parplan.lowering.pipeline.stages import Pipeline
 from parplan.lowering.program import Code, Compute, Reduce, Regather, Split, Staged, Step, Transfer
 from parplan.planner.simulation.list_schedule import Task
 from parplan.planner.simulation.priced_program import Busy, LayerWork, Move, PricedProgram
 
-__all__ = ["Kind", "Lane", "Part", "Resource", "step_parts"]
+__all__ = ["Kind", "Lane", "Part", "Resource", "pipeline_parts", "step_parts"]
 
 
 class Kind(Enum):
@@ -138,6 +140,7 @@ class _StepTasks:
         self._values, self._gradients = _Slots(), _Slots()
         self._of_pass: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # compute of every pass
         self._crossed: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # transfers over the boundary for it
+        self._micro_batch: int | None = None  # of pipeline stages
 
     def all(self) -> tuple[Part, ...]:
         """All tasks of a step, or of one of its micro-batches."""
@@ -150,11 +153,55 @@ class _StepTasks:
             self.walk(priced.program.forward, Kind.FORWARD)
             self.begun = self.gate(range(len(self.found)))  # the loss needs all results, and gradients need the loss
             self.walk(priced.program.backward, Kind.BACKWARD)
+        return self.updates(1)
+
+    def updates(self, micro_batches: int) -> tuple[Part, ...]:
+        """All tasks, with what comes behind the last backward."""
+        priced = self.priced
         if layers := [own for own in priced.layers.values() if own.cost.update_s or own.cost.post_update_s]:
             self.update(layers)
         for device, held in enumerate(self._held):
-            self.add(Kind.OVERHEAD, "", priced.overhead_s, _lane(Lane.COMPUTE, (device,)), held, None, (device,))
+            seconds = micro_batches * priced.overhead_s
+            self.add(Kind.OVERHEAD, "", seconds, _lane(Lane.COMPUTE, (device,)), held, None, (device,))
         return tuple(self.found)
+
+    def in_stages(self, pipeline: Pipeline, actions: Sequence[Action], before: PricedProgram) -> tuple[Part, ...]:
+        """All tasks of a step whose micro-batches go through pipeline stages; devices take theirs in this order.
+
+        Args:
+            before: prices of every micro-batch before the last.
+        """
+        last, every = self.priced, frozenset(self.priced.layers)
+        slots = [(_Slots(), _Slots()) for _ in range(1 + actions[-1].micro_batch)]
+        losses = dict[int, Tasks]()  # gates behind the losses of micro-batches
+
+        def enter(number: int) -> None:
+            self._micro_batch, (self._values, self._gradients) = number, slots[number]
+            self.priced, self.begun = last if number + 1 == len(slots) else before, ()
+
+        arrived: Tasks = ()
+        for number in range(len(slots)):
+            enter(number)
+            self.begun, before_them = arrived, len(self.found)
+            self.walk(pipeline.arrivals, Kind.FORWARD)
+            arrived = self.gate(range(before_them, len(self.found)))  # links carry one micro-batch after another
+        for action in actions:
+            enter(action.micro_batch)
+            stage = pipeline.stages[action.stage]
+            if action.forward:
+                self.walk(stage.forward, Kind.FORWARD)
+                continue
+            if action.micro_batch not in losses:
+                losses[action.micro_batch] = self.gate(
+                    task for slot in pipeline.homes for task in self._values.whole(slot)
+                )
+            self.begun = losses[action.micro_batch]
+            self.walk(stage.backward, Kind.BACKWARD, every)
+        for number in range(len(slots)):
+            enter(number)
+            self.walk(pipeline.deliveries, Kind.FORWARD)
+        self.begun = ()
+        return self.updates(len(slots))
 
     def pass_by_pass(self, staged: Staged) -> None:
         """Each pass goes back before the next one begins, and weights may be updated between them."""
@@ -235,7 +282,7 @@ class _StepTasks:
 
         A batch norm over replicas counts with its normalisation forward, and with its statistics backward.
         """
-        devices, number = step.grid.devices, step.pass_number
+        devices, number = step.grid.devices, step.pass_number if self._micro_batch is None else self._micro_batch
         after = {device: [task for slot in needed for task in slots.at(slot, device)] for device in devices}
         if step.code is (Code.STATISTICS if kind is Kind.FORWARD else Code.NORMALISE):
             return {device: self.gate(after[device])[0] for device in devices}
@@ -277,6 +324,9 @@ class _StepTasks:
     def transfer(self, move: Move, kind: Kind, after: Tasks) -> int:
         """A transfer or its way back; what crosses the boundary of passes waits for the pass before."""
         forward, number = kind is Kind.FORWARD, move.wanted.pass_number
+        # From stage to stage it travels while both compute: what is sent is not waited for, and has been asked for.
+        between = self._micro_batch is not None and {d for d, _ in move.sent}.isdisjoint(d for d, _ in move.received)
+        number, beside = (self._micro_batch, between) if self._micro_batch is not None else (number, move.beside)
         seconds = move.forward_s if forward else move.backward_s
         lanes = _busy_lanes(*((move.sent, move.received) if forward else (move.received, move.sent)))
         about: dict[str, Any] = {
@@ -286,17 +336,17 @@ class _StepTasks:
             "move": move,
             "reverse": not forward,
         }
-        if move.beside and move.inwards is forward and number is not None:
+        if move.beside and move.inwards is forward and move.wanted.pass_number is not None and number is not None:
             # The pass before it begins: its samples, or gradients, are there, and the pass before that is computed.
             before, computed = ((kind, number - one if forward else number + one) for one in (1, 2))
             after = (*after, *self.gate([*self._of_pass[computed], *self._crossed[before]]))
-        hidden_s = self.priced.hidden * seconds if move.beside else 0.0
+        hidden_s = self.priced.hidden * seconds if beside else 0.0
         held_s = seconds - hidden_s
         compute = _lane(Lane.COMPUTE, move.devices)
-        if held_s or not move.beside:  # also where the processor that computes carries
+        if held_s or not beside:  # also where the processor that computes carries
             after = (self.add(Kind.TRANSFER, move.value, held_s, compute, after, **about),)
-        if move.beside and (hidden_s or not held_s):
-            after = (self.add(Kind.TRANSFER, move.value, hidden_s, (), after, low_priority=True, **about),)
+        if beside and (hidden_s or not held_s):
+            after = (self.add(Kind.TRANSFER, move.value, hidden_s, (), after, low_priority=move.beside, **about),)
         if move.beside and move.inwards is forward and number is not None:
             self._crossed[kind, number].append(after[0])
         return after[0]
@@ -314,6 +364,18 @@ class _StepTasks:
             name, seconds, after = layer.name, layer.cost.post_update_s, [updated[device] for device in layer.devices]
             found.append(self.add(Kind.REDUCTION, name, seconds, lanes, after, None, layer.devices))
         return found
+
+
+def pipeline_parts(
+    priced: PricedProgram, pipeline: Pipeline, actions: Sequence[Action], before: PricedProgram
+) -> tuple[Part, ...]:
+    """Everything there is to do in one training step whose micro-batches go through pipeline stages.
+
+    Args:
+        priced: of the last micro-batch.
+        before: of those before it.
+    """
+    return _StepTasks(priced).in_stages(pipeline, actions, before)
 
 
 def step_parts(priced: PricedProgram) -> tuple[Part, ...]:

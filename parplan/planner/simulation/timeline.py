@@ -30,10 +30,12 @@ from functools import cached_property
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
-from parplan.plan import Plan
+from parplan.lowering.pipeline.orders import merged, orders
+from parplan.lowering.pipeline.stages import pipeline
+from parplan.plan import SCHEDULES, Plan
 from parplan.planner.simulation.list_schedule import NOTHING, Span, schedule
 from parplan.planner.simulation.priced_program import RUNTIME_POLICY, PassPolicy, lowered, priced
-from parplan.planner.simulation.step_tasks import Kind, Lane, Part, Resource, step_parts
+from parplan.planner.simulation.step_tasks import Kind, Lane, Part, Resource, pipeline_parts, step_parts
 
 __all__ = ["Activity", "Kind", "Lane", "PassPolicy", "Resource", "Timeline", "simulate"]
 
@@ -148,13 +150,19 @@ def simulate(
         PlanError: the plan's scheme asks for passes that cannot be.
     """
     program = lowered(graph, plan, cluster)
-    work = priced(graph, program, costs, policy)
+    work, count = priced(graph, program, costs, policy), costs.step.micro_batches
+    before = replace(work, layers={n: replace(layer, cost=layer.cost.before_last) for n, layer in work.layers.items()})
+    if plan.schedule != SCHEDULES[0]:
+        in_stages = pipeline(graph, program)
+        numbers = in_stages.numbers
+        actions = merged(orders(plan.schedule, len(numbers.groups), numbers.count, count))
+        parts = pipeline_parts(work, in_stages, actions, before)
+        return Timeline(parts, schedule(parts), program.devices)
     parts = step_parts(work)
-    last, count = Timeline(parts, schedule(parts), program.devices), costs.step.micro_batches
+    last = Timeline(parts, schedule(parts), program.devices)
     if count == 1:
         return last
-    before = {name: replace(layer, cost=layer.cost.before_last) for name, layer in work.layers.items()}
-    parts = step_parts(replace(work, layers=before))
+    parts = step_parts(before)
     return _one_after_another([Timeline(parts, schedule(parts), program.devices)] * (count - 1) + [last])
 
 

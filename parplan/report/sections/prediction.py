@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
+from parplan.plan import SCHEDULES
 from parplan.planner.decision import Decision, Prediction
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
@@ -28,7 +29,8 @@ def print_prediction(page: Page, decision: Decision) -> None:
     if decision.passes is not None and decision.passes.count > 1:
         headline.append(f"{decision.passes.count} passes")
     if decision.plan.micro_batches > 1:
-        headline.append(f"{decision.plan.micro_batches} micro-batches")
+        order = "" if decision.plan.schedule == SCHEDULES[0] else f" through stages ({decision.plan.schedule})"
+        headline.append(f"{decision.plan.micro_batches} micro-batches{order}")
     rows = [_row("step", scale.text(step.step_s), "", ", ".join(headline), "bold")]
     # Where all lines add up to the step, what of the transfers is in no layer's line: results on their way back.
     rest_s, moved = step.transfer_s - sum(layer.transfer_s for layer in decision.layers), list[str]()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid
+from parplan.lowering.pipeline.stages import Pipeline, pipeline
 from parplan.lowering.program import Compute, Program, Transfer
 from parplan.runtime.compat import writes
 from parplan.runtime.execution.buffer_sync import BufferBroadcast
@@ -103,6 +105,11 @@ class Executor:
         for bucket in program.buckets:
             for group in bucket.groups:
                 transport.group(group)
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """The program's steps by pipeline stage."""
+        return pipeline(self.graph, self.program)
 
     def aliases(self) -> ParameterAliases:
         """The trainable parameters as the program takes them, under torchrun.

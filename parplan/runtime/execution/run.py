@@ -56,17 +56,15 @@ class Run:
         kept: slots that are not dropped after their last reader.
         once: graphs are freed by the first backward, whatever autograd is asked for.
         micro_batch: its number in the step, so that each draws other random numbers.
+
+    Attributes:
+        reached: slots that have a gradient in some process; None: all.
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        inputs: tuple[str, ...],
-        parameters: tuple[str, ...],
-        kept: Set[str] = frozenset(),
-        once: bool = False,
-        micro_batch: int = 0,
-    ) -> None:
+        self, executor: Executor, inputs: tuple[str, ...], parameters: tuple[str, ...], kept: Set[str] = frozenset(),
+        once: bool = False, micro_batch: int = 0,
+    ) -> None:  # fmt: skip
         self.inputs = inputs
         self.parameters = parameters
         self._executor = executor
@@ -77,7 +75,7 @@ class Run:
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self.aliases: ParameterAliases | None = None  # shared with calls as long as the backward may still come
         self._frees = once
-        self._reached: Set[str] | None = None  # slots that have a gradient in some process; None: all
+        self.reached: Set[str] | None = None
         self._touched: set[str] = set()  # parameters that this process has a gradient of
         self._to_slices: list[str] = []  # parameters whose gradients are on their way to slices
         self._again = in_backward()
@@ -267,7 +265,7 @@ class Run:
         sums = Gradients(self._executor.store, self._transport, self._recorder)
         given = self.go_back(outputs, sums)
         # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
-        totals = sums.totals(self.parameters, touched=self._touched if self._reached is not None else None)
+        totals = sums.totals(self.parameters, touched=self._touched if self.reached is not None else None)
         self._transport.ready_on(self._executor.deliver_from)
         return [*given, *totals.values()]
 
@@ -279,14 +277,17 @@ class Run:
             last: all gradients are there with this backward, and are summed over devices.
         """
         self._recorder.runtime()
-        self._reached, self._touched = self._reached_slots(outputs), set()
+        self.reached, self._touched = self._reached_slots(outputs), set()
         grads = SlotParts(self._transport, self._recorder)
         self.take_outputs(self._program.outputs, outputs, grads)
         self._transport.begin()
-        steps = self._program.backward if last else (s for s in self._program.backward if not isinstance(s, Reduce))
-        self.go_backward(steps, grads, sums)
-        self._take_slices(grads, sums)
+        self.go_backward(self._program.backward, grads, sums, last)
+        self.take_slices(grads, sums)
         sums.arrive()
+        return self.input_gradients(grads)
+
+    def input_gradients(self, grads: SlotParts) -> list[Tensor | None]:
+        """Gradients of the inputs, when all steps have gone back."""
         given = [self._input_gradient(name, grads) for name in self.inputs]
         with self._recorder.sends:
             self._transport.end()
@@ -318,9 +319,11 @@ class Run:
                 share = gradient if self._transport.processes == 1 else gradient / self._transport.processes
                 grads.put(slot, self._executor.deliver_from, share.to(place))
 
-    def go_backward(self, steps: Iterable[Step], grads: SlotParts, sums: Gradients) -> None:
-        """Take backward steps."""
+    def go_backward(self, steps: Iterable[Step], grads: SlotParts, sums: Gradients, last: bool = True) -> None:
+        """Take backward steps; `last`: all gradients are there with them, and are summed over devices."""
         for step in steps:
+            if isinstance(step, Reduce) and not last:
+                continue
             if isinstance(step, Transfer):
                 self._send_back(step, grads)
             elif isinstance(step, Split):
@@ -334,7 +337,7 @@ class Run:
             elif isinstance(step, Reduce):
                 sums.launch(step.bucket)
             elif isinstance(step, Regather):
-                if self._reached is None or step.transfer.target in self._reached:
+                if self.reached is None or step.transfer.target in self.reached:
                     self._freed.gather(step.transfer)
             else:
                 self._refill_weights(step)
@@ -342,9 +345,9 @@ class Run:
                 self._free_weights(step)
                 for result in step.results:
                     grads.drop(result.slot)
-                self._take_slices(grads, sums)  # of the step before, which were on their way beside this one
+                self.take_slices(grads, sums)  # of the step before, which were on their way beside this one
 
-    def _take_slices(self, grads: SlotParts, sums: Gradients) -> None:
+    def take_slices(self, grads: SlotParts, sums: Gradients) -> None:
         """Take in the gradients of parameters that lie in slices, and free what they were summed from."""
         for name in self._to_slices:
             for device, gradient in grads.get(name).items():
@@ -380,7 +383,7 @@ class Run:
 
     def _send_back(self, step: Transfer, grads: SlotParts) -> None:
         target = self._program.slots[step.target]
-        if not target.requires_grad or (self._reached is not None and step.target not in self._reached):
+        if not target.requires_grad or (self.reached is not None and step.target not in self.reached):
             return
         held = grads.get(step.target)
         if not held and self._transport.processes == 1:

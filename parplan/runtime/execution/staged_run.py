@@ -19,6 +19,7 @@ from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.lowering.micro_batches import Combination, How
+from parplan.lowering.pipeline.orders import Action
 from parplan.lowering.program import Staged
 from parplan.runtime.execution.executor import Executor, SlotParts
 from parplan.runtime.execution.gradients import Gradients
@@ -148,6 +149,7 @@ class LossInside:
         fractions: of samples, per micro-batch: this process's, or of all where the loss is of all (`whole`).
         inputs: dimension of the samples per input, None without.
         rows: of the step, which count in the loss as a result behind the model's own says; 0 where samples count alike.
+        actions: of pipeline stages, in the order that all processes follow; none: one micro-batch after another.
 
     Attributes:
         weights: of the micro-batches, as far as they have run.
@@ -160,6 +162,7 @@ class LossInside:
     whole: bool
     inputs: Mapping[str, int | None]
     rows: float = 0.0
+    actions: Sequence[Action] = ()
     weights: list[Tensor] = field(default_factory=list)
     kept: list[list[Tensor]] = field(default_factory=list)
 
@@ -171,19 +174,30 @@ class LossInside:
     def gradients(self, number: int, results: list[Tensor]) -> list[Tensor | None]:
         """Gradients of a micro-batch's results: the loss's weight, unscaled where it counts targets."""
         loss = results[self.loss]
-        weight = torch.ones((), dtype=torch.float64, device=loss.device)
+        counted = None
         if self.rows:
-            own = results[-1][..., -1].to(torch.float64).sum()
+            counted = results[-1][..., -1].to(torch.float64).sum()
             if self.whole and self.executor.transport.processes > 1:
-                own = torch.stack(self.executor.transport.gather_tensors("what a micro-batch counts", own)).sum()
-            weight = own / self.rows  # at most 1 together, so that gradients keep their size while they add up
-        elif self.results[self.loss][0].how is How.MEAN:
-            weight = weight * self.fractions[number]
+                counted = torch.stack(
+                    self.executor.transport.gather_tensors("what a micro-batch counts", counted)
+                ).sum()
+        weight = self.weight(number, loss, counted)
         self.weights.append(weight)
-        self.kept.append([result.detach() for result in results[: len(self.results)]])
+        self.keep(results)
         gradients: list[Tensor | None] = [None] * len(results)
         gradients[self.loss] = weight.to(loss.dtype).expand_as(loss)
         return gradients
+
+    def weight(self, number: int, loss: Tensor, counted: Tensor | None) -> Tensor:
+        """The weight of a micro-batch's loss, not yet scaled where it counts targets: so many."""
+        weight = torch.ones((), dtype=torch.float64, device=loss.device)
+        if counted is not None:
+            return counted / self.rows  # at most 1 together, so that gradients keep their size while they add up
+        return weight * self.fractions[number] if self.results[self.loss][0].how is How.MEAN else weight
+
+    def keep(self, results: Sequence[Tensor]) -> None:
+        """Keep the results of the next micro-batch, without what counts in its loss."""
+        self.kept.append([result.detach() for result in results[: len(self.results)]])
 
     @property
     def scale(self) -> Tensor:
@@ -224,6 +238,119 @@ class LossInside:
         return torch.where(nothing, torch.nan, total).to(stacked.dtype)
 
 
+class _Pipelined:
+    """One micro-batch of a step in pipeline stages.
+
+    Args:
+        one: the micro-batch.
+        number: of it.
+        step: that it is of.
+    """
+
+    def __init__(self, one: MicroBatch, number: int, step: LossInside) -> None:
+        self._step, self._number, self._executor = step, number, one.executor
+        self.pipeline = one.executor.pipeline
+        self._last = number + 1 == len(step.micro_batches)
+        # The loss goes back from where it was made: by way of its readers each backward would wait for all of them.
+        self._loss = self.pipeline.homes[step.loss]
+        self._counts = self._find_counts() if step.rows else None
+        kept = self.pipeline.kept | {self._loss, *([self._counts] if self._counts else [])}
+        names = tuple(one.executor.store.trainable)
+        self._run = Run(one.executor, tuple(one.inputs), names, kept, once=True, micro_batch=number)
+        self._parts = self._run.begin(list(one.inputs.values()))
+        self._run.reached = one.executor.program.reached({self._loss})
+        self._grads = SlotParts(one.executor.transport, one.executor.recorder)
+        self._run.go_forward(self.pipeline.arrivals, self._parts, record=True)
+
+    def _find_counts(self) -> str:
+        """Where all that counts in the loss is beside it: its mean reads that.
+
+        Raises:
+            RuntimeFailure: nowhere.
+        """
+        graph, slots = self._executor.graph, self._executor.program.slots
+        device, value = slots[self._loss].devices[0], slots[self._executor.program.outputs[-1]].value
+        for name, slot in slots.items():
+            if slot.value == value and slot.local_shapes.get(device) == slot.shape:
+                return name
+        raise RuntimeFailure(
+            f"device {device} makes the loss and has not all of {graph.label(value)}, which weighs micro-batches; plan "
+            'the loss with one replica and one shard, or with schedule "serial"'
+        )
+
+    def forward(self, stage: int) -> None:
+        """One stage forward."""
+        self._run.go_forward(self.pipeline.stages[stage].forward, self._parts, record=True)
+
+    def weigh(self) -> Tensor | None:
+        """Begin to go back from the loss; its weight, where it is made in this process."""
+        transport, slots = self._executor.transport, self._executor.program.slots
+        device = slots[self._loss].devices[0]
+        if device not in transport.owned:
+            return None
+        counted = None
+        if self._counts is not None:
+            counted = self._parts.get(self._counts)[device][..., -1].to(torch.float64).sum()
+        loss = self._parts.get(self._loss)[device]
+        with transport.on(device):
+            weight = self._step.weight(self._number, loss, counted)
+            self._grads.put(self._loss, device, weight.to(loss.dtype).expand_as(loss))
+        return weight
+
+    def backward(self, stage: int, sums: Gradients) -> None:
+        """One stage backward."""
+        self._run.go_backward(self.pipeline.stages[stage].backward, self._grads, sums, self._last)
+        self._run.take_slices(self._grads, sums)
+
+    def deliver(self) -> None:
+        """Start to hand the results back."""
+        self._run.go_forward(self.pipeline.deliveries, self._parts, record=True)
+
+    def finish(self) -> list[Tensor | None]:
+        """Keep the results; gradients of the inputs."""
+        place, program = self._executor.deliver_from, self._executor.program
+        self._step.keep([self._parts.get(slot)[place] for slot in program.outputs])
+        given = self._run.input_gradients(self._grads)
+        self._run.finish(self._parts)
+        return given
+
+
+@torch.no_grad()
+def run_pipeline(step: LossInside) -> tuple[dict[str, Tensor | None], list[list[Tensor | None]]]:
+    """Forward and backward of all micro-batches through pipeline stages; gradients as of `run_micro_batches`.
+
+    Every process follows the one order of all actions and takes its own part in each, so that any two meet in every
+    transfer in one order. Results are handed back at the end, as a stage would wait for the last one's otherwise.
+    """
+    last = step.executor
+    transport, sums = last.transport, Gradients(last.store, last.transport, last.recorder)
+    own = [_Pipelined(one, number, step) for number, one in enumerate(step.micro_batches)]
+    stages, weights = len(own[0].pipeline.stages), dict[int, Tensor]()
+    for action in step.actions:
+        one = own[action.micro_batch]
+        if action.forward:
+            one.forward(action.stage)
+            continue
+        if action.stage == stages - 1 and (weight := one.weigh()) is not None:
+            weights[action.micro_batch] = weight
+        one.backward(action.stage, sums)
+        transport.free_earlier()
+    for one in own:
+        one.deliver()
+    sums.arrive()
+    of_inputs = [one.finish() for one in own]
+    maker = last.program.slots[own[-1].pipeline.homes[step.loss]].devices[0]
+    place = transport.physical(last.deliver_from)
+    known = [weights[number].to(place) for number in sorted(weights)] or [torch.zeros((), dtype=torch.float64)] * len(
+        own
+    )
+    told = transport.gather_tensors("the weights of micro-batches", torch.stack(known).to(place))
+    step.weights += told[maker if transport.processes > 1 else 0].unbind()
+    found = sums.totals(tuple(last.store.trainable), own=True)
+    transport.ready_on(last.deliver_from)
+    return found, of_inputs
+
+
 def run_with_loss(step: LossInside, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """The results of a step with its loss inside; the loss is differentiable in inputs and parameters, once."""
     executor = step.executor
@@ -244,7 +371,8 @@ class _StepWithLoss(torch.autograd.Function):
     def forward(
         ctx: Any, step: LossInside, names: tuple[str, ...], aliases: ParameterAliases | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        of_parameters, of_inputs = run_micro_batches(step.micro_batches, step.gradients)
+        run = run_pipeline(step) if step.actions else run_micro_batches(step.micro_batches, step.gradients)
+        of_parameters, of_inputs = run
         found: list[Tensor | None] = []
         for place, name in enumerate(names):
             parts, dim = [own[place] for own in of_inputs], step.inputs[name]

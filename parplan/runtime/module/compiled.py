@@ -208,7 +208,7 @@ class Compiled(Wrapped):
         early, several = captured.early_periods, captured.micro_batches > 1
         if not early and not several:
             return None
-        check_staged(self, self.module, call)
+        check_staged(self, self.module, call, captured.schedule)
         if several:
             captured.check_weighed_by_samples()
         parts = self._parts(call, captured) if several else None

@@ -16,6 +16,8 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range, split_evenly
 from parplan.lowering.micro_batches import combinations
 from parplan.lowering.passes import local_ranges, take
+from parplan.lowering.pipeline.orders import Action, merged, orders
+from parplan.plan import SCHEDULES
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.staged_run import LossInside, MicroBatch
@@ -66,7 +68,15 @@ class Parts:
             whole,
             {name: graph.batch_dims.get(name) for name in self.micro_batches[0].inputs},
             rows,
+            self._actions(captured.schedule),
         )
+
+    def _actions(self, schedule: str) -> tuple[Action, ...]:
+        """The order of pipeline stages, which all processes follow; empty where micro-batches go one by one."""
+        if schedule == SCHEDULES[0]:
+            return ()
+        numbers = self.executor.pipeline.numbers
+        return merged(orders(schedule, len(numbers.groups), numbers.count, len(self.micro_batches)))
 
 
 def parts_of(

@@ -29,6 +29,7 @@ from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range
 from parplan.lowering.program import OnePass, Slot, Staged
+from parplan.plan import SCHEDULES
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.compat import gradient_hooks
 from parplan.runtime.execution.executor import Executor
@@ -79,15 +80,23 @@ def check_training(module: nn.Module, loss_fn: Loss, optimizer: torch.optim.Opti
         )
 
 
-def check_staged(model: nn.Module, module: nn.Module, call: ModelCall) -> None:
+def check_staged(model: nn.Module, module: nn.Module, call: ModelCall, schedule: str) -> None:
     """Refuse what needs a whole step, where weights are updated between passes, or a step has micro-batches.
 
     Args:
         model: the compiled one, and `module` the user's.
+        schedule: of micro-batches.
 
     Raises:
-        RuntimeFailure: hooks of the compiled model or of a parameter, or an input that needs a gradient.
+        RuntimeFailure: pipeline stages, hooks of the compiled model or of a parameter, or an input that needs a
+            gradient.
     """
+    if schedule != SCHEDULES[0]:
+        raise RuntimeFailure(
+            f"the plan has schedule {schedule}, in which the last stage goes back as soon as it has gone forward, and "
+            "train_step takes the loss outside of the model; compile with loss=fn and call loss.backward(), or plan "
+            f'with schedule "{SCHEDULES[0]}"'
+        )
     if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
         raise RuntimeFailure(
             f"hooks of the compiled model itself see whole batches, which there are none of where {_PARTS}; put them "

@@ -25,7 +25,7 @@ from parplan.lowering.program import Program
 from parplan.lowering.stages import stages
 from parplan.lowering.step_setting import StepSetting
 from parplan.lowering.strategies import strategies_for
-from parplan.plan import Plan, Scheme, Strategy
+from parplan.plan import SCHEDULES, Plan, Scheme, Strategy
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.execution.buffer_sync import BufferSync
 from parplan.runtime.execution.dispatch import ThreadsOption, dispatch_for
@@ -107,6 +107,7 @@ class Captured:
         checked: for which grad modes it has been compared with the plain module (runtime/self_check/check.py).
         batches: numbers of samples at which another capture was the same graph, where none other says so.
         micro_batches: in how many parts of the batch a training step goes forward and backward.
+        schedule: in which order micro-batches go through the stages of a plan.
         mean_loss: whether a loss outside of them was seen to be a mean over samples.
         warned: whether it was said that a plain call keeps the whole batch's activations.
     """
@@ -123,6 +124,7 @@ class Captured:
     checked: set[bool] = field(default_factory=set)
     batches: set[int] = field(default_factory=set)
     micro_batches: int = 1
+    schedule: str = SCHEDULES[0]
     mean_loss: bool = False
     warned: bool = False
 
@@ -281,7 +283,7 @@ class Programs:
         several = plan.micro_batches if graph.training else 1
         if several > 1:
             check_micro_batches(replace(plan, batch=max(plan.batch, several)), graph)
-            self._check_parts(graph)
+            self._check_parts(graph, plan.schedule)
         strategies = with_whole_hooks(graph, planned, plan.scheme, self._transport.processes, groups)
         for layer in graph.layers.values():
             for name in layer.parameters:
@@ -289,6 +291,7 @@ class Programs:
         apart = self._transport.processes > 1 and not self._options.same_draws
         seeded = SeededOps(graph, strategies, self._transport.rank if apart else None)
         known = Captured(graph, strategies, plan.scheme, seeded, groups=groups, micro_batches=several)
+        known.schedule = plan.schedule
         if known.groups is not None and known.groups.replicas > 1:
             check_own_samples(graph)
         loss = known.loss if several > 1 and self._options.per_replica else None
@@ -306,7 +309,7 @@ class Programs:
         known.exchanges = bool(known.compares) or seeded.any or known.groups is not None
         return known
 
-    def _check_parts(self, graph: LayerGraph) -> None:
+    def _check_parts(self, graph: LayerGraph, schedule: str) -> None:
         """Refuse what micro-batches cannot keep.
 
         Raises:
@@ -315,7 +318,7 @@ class Programs:
         why = ""
         if self._options.groups:
             why = 'inputs="group" has each sample in several processes'
-        elif self._options.per_replica and self._transport.processes == 1:
+        elif self._options.per_replica and (self._transport.processes == 1 or schedule != SCHEDULES[0]):
             why = 'scalars="per_replica" gives a number for each replica'
         elif graph.sites:
             why = f"{next(iter(graph.sites))} has hooks, which would be called for every micro-batch"

@@ -67,6 +67,9 @@ class Transport(ABC):
     def free_sent(self) -> None:  # noqa: B027
         """Free what was sent, once it has left; all devices have started to receive it."""
 
+    def free_earlier(self) -> None:  # noqa: B027
+        """Free what was sent before the last call of this, once it has left; others have started to receive it."""
+
     def end(self) -> None:
         """The same, and everything sent has left."""
         self.show()

@@ -108,6 +108,7 @@ class DistributedTransport(Transport):
         self.owned: tuple[int, ...] = (self.rank,)
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.processes)): group}
         self._sent: list[_Sent] = []
+        self._earlier = 0  # how many of them had been sent when `free_earlier` was called last
         self._kept: dict[Hashable, Tensor] = {}
         self._rendezvous: Rendezvous | None = None
 
@@ -121,11 +122,17 @@ class DistributedTransport(Transport):
 
     def free_sent(self) -> None:
         """As `Transport.free_sent`; a rank that waits here has started all that others wait for."""
-        for sent in self._sent:
+        self._earlier = len(self._sent)
+        self.free_earlier()
+
+    def free_earlier(self) -> None:
+        """As `Transport.free_earlier`."""
+        for sent in self._sent[: self._earlier]:
             with explained(sent.name, self.rank):
                 for work in sent.works:
                     work.wait()
-        self._sent.clear()
+        del self._sent[: self._earlier]
+        self._earlier = len(self._sent)
 
     def group(self, devices: Sequence[int]) -> None:
         """Make the process group of `devices`, once; every rank has to call this, also those outside."""

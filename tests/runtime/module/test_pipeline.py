@@ -1,0 +1,42 @@
+"""Pipeline stages: training is the plain model's, in float64, in one process and on ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from parplan.plan import STATES
+from tests.runtime.pipeline_cases import Staging, Tower, on_ranks, trained
+from tests.runtime.ranks import run_case
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("groups", [2, 3])
+def test_stages_on_one_device_each(schedule: str, groups: int) -> None:
+    trained(Staging(groups, groups, 4, schedule), 8)
+
+
+def test_interleaved_stages() -> None:
+    trained(Staging(2, 2, 4, rounds=2), 8)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_stages_of_replicas(state: str) -> None:
+    trained(Staging(2, 4, 2, state=state), 16)
+
+
+def test_replays_and_tied_weights() -> None:
+    trained(Staging(2, 2, 4, saved="replay"), 8, lambda: Tower(tied=True))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_cut(seed: int) -> None:
+    trained(Staging(3, 3, 3, ("1f1b", "gpipe")[seed % 2], seed=seed), 9)
+
+
+def test_uneven_micro_batches() -> None:
+    trained(Staging(2, 2, 4), 8, lambda: Tower(counted=False), sizes=(8, 11, 3))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_on_ranks(ranks: int) -> None:
+    run_case(on_ranks, ranks)

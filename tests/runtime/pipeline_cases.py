@@ -1,0 +1,158 @@
+"""Training through pipeline stages beside the plain model, in one process and on ranks."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import unit_of
+from parplan.lowering.pipeline.stages import stage_numbers
+from parplan.plan import SAVED, STATES, Plan, Strategy
+from parplan.runtime.module.compiled import Compiled
+from tests.runtime.helpers import planner
+
+__all__ = ["Staging", "Tower", "on_ranks", "tokens", "trained"]
+
+TOKENS, WIDTH = 24, 16
+
+
+class Block(nn.Module):
+    """A residual block with dropout that may be off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return result
+
+
+class Tower(nn.Module):
+    """A language model with its loss inside: an embedding, blocks, a skip over all of them, and a head, tied or not."""
+
+    def __init__(self, blocks: int = 4, tied: bool = False, counted: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.counted = counted
+        self.double()
+
+    def forward(self, words: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        first = x = self.embed(words)
+        for block in self.blocks:
+            x = block(x)
+        scores = self.head(x + 0.5 * first)
+        if self.counted:
+            return functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores.argmax(-1)
+        return (scores - labels[..., None] / TOKENS).square().mean(), scores
+
+
+def tokens(samples: int) -> tuple[Tensor, Tensor]:
+    """Sentences and labels, of which some are ignored, in some samples more than in others."""
+    words = torch.randint(0, TOKENS, (samples, 6))
+    labels = words.roll(-1, 1)
+    labels[torch.rand(labels.shape) < torch.linspace(0, 0.8, samples)[:, None]] = -100
+    return words, labels
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Layers in forward order cut into stages, on equal groups of devices.
+
+    Args:
+        groups: of devices.
+        rounds: stages per group.
+        seed: where to cut; None: into equally many layers.
+        state, saved: of the layers' strategies, where they can have them.
+    """
+
+    groups: int
+    devices: int
+    micro_batches: int
+    schedule: str = "1f1b"
+    rounds: int = 1
+    seed: int | None = None
+    state: str = STATES[0]
+    saved: str = SAVED[0]
+
+    def plan(self, graph: LayerGraph) -> Plan:
+        """The plan."""
+        names, stages, each = list(graph.layers), self.groups * self.rounds, self.devices // self.groups
+        ends = [len(names) * (number + 1) // stages for number in range(stages - 1)]
+        if self.seed is not None:
+            ends = sorted(random.Random(self.seed).choices(range(len(names)), k=stages - 1))
+        known = unit_of(graph)
+        chosen = dict[str, Strategy]()
+        for place, (name, layer) in enumerate(graph.layers.items()):
+            first = sum(place >= end for end in ends) % self.groups * each
+            own = tuple(range(first, first + each))
+            apart = layer.batch is not None and not layer.constant
+            strategy = Strategy(each, 1, None, own) if apart else Strategy(devices=own[:1])
+            saved = self.saved if name in known else SAVED[0]
+            chosen[name] = replace(strategy, state=self.state if layer.parameters else STATES[0], saved=saved)
+        plan = planner(chosen, self.devices, micro_batches=self.micro_batches)(graph)
+        return replace(plan, schedule=self.schedule)
+
+
+def trained(
+    staging: Staging, samples: int, net: Callable[[], nn.Module] = Tower, sizes: Sequence[int] = (), steps: int = 3
+) -> Compiled:
+    """Losses, results, norms and weights of steps with AdamW and clipping: the plain model's.
+
+    Args:
+        samples: per step; of later steps `sizes`, where they are given.
+    """
+    torch.manual_seed(0)
+    own = net()
+    plain = copy.deepcopy(own)
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    places = None if dist.is_initialized() else ["cpu"] * staging.devices
+    model = Compiled(own, staging.plan, devices=places)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, plain)]
+    for number in range(steps):
+        batch = tokens((sizes or (samples,) * steps)[number])
+        part = [tensor.tensor_split(ranks)[rank] for tensor in batch]
+        (found, scores), (wanted, all_scores) = model(*part), plain(*batch)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(scores, all_scores.tensor_split(ranks)[rank], rtol=1e-9, atol=1e-10)
+        norms = []
+        for one, loss, optimizer in zip((model, plain), (found, wanted), optimizers, strict=True):
+            optimizer.zero_grad()
+            (loss / 2).backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1))
+            optimizer.step()
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-8, atol=1e-12)
+        state = model.state_dict()
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-9)
+    assert model.graph is not None
+    numbers = stage_numbers(model.graph, staging.plan(model.graph).layers)
+    assert staging.seed is not None or (len(numbers.groups), numbers.count) == (
+        staging.groups,
+        staging.groups * staging.rounds,
+    )
+    return model
+
+
+def on_ranks(rank: int, ranks: int) -> None:
+    """Every schedule; groups of one device and of two, state in slices, replays, tied weights, uneven micro-batches."""
+    for schedule in ("1f1b", "gpipe"):
+        trained(Staging(ranks, ranks, 4, schedule), 4 * ranks)
+    trained(Staging(ranks, ranks, 2 * ranks, rounds=2), 4 * ranks)
+    trained(Staging(ranks, ranks, 3, saved="replay"), 4 * ranks, lambda: Tower(tied=True))
+    trained(Staging(ranks, ranks, 4), 4 * ranks, lambda: Tower(counted=False), sizes=(4 * ranks, 5 * ranks + 1, ranks))
+    if ranks == 4:
+        for state in STATES:
+            trained(Staging(2, 4, 4, state=state), 16)
