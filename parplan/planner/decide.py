@@ -24,6 +24,7 @@ from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.fields import counted
 from parplan.garbage import seldom_collected
 from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SCHEDULES, Plan
 from parplan.planner.decision import Baseline, Decision, Prediction, PricedGraph, Seconds, Simpler
 from parplan.planner.explain.advice import ONE, advice, advised, better_batch
@@ -267,6 +268,9 @@ def _explained(
     branches = concurrent_branches(case.graph, plan, layers, found)
     layers = with_concurrency(layers, branches)
     layers = with_reasons(layers, case.graph, found.formulation, found.choice, plan)
+    if plan.schedule != SCHEDULES[0]:
+        numbers = stage_numbers(case.graph, plan.layers)
+        layers = tuple(replace(one, why=f"stage {1 + numbers.of[one.name]} of {numbers.count}") for one in layers)
     several = case.cluster.count > 1
     weights = {case.graph.values[name].dtype for name in case.graph.parameters} or {torch.float32}
     outside = loss_outside(plan, case.graph, case.cluster, case.costs, step)
@@ -317,6 +321,12 @@ def _notes(case: Case, found: Found, step: Prediction) -> Sequence[str]:
             f"Sharded state: weights, gradients and optimizer state of {counted(len(plan.sharded), 'layer')} lie in "
             f"slices; weights are gathered for each forward{freed}. Vectors stay whole, and weights that layers share."
             f"{kept if case.cluster.home is not None else ''}"
+        )
+    if plan.schedule != SCHEDULES[0]:
+        numbers = stage_numbers(graph, plan.layers)
+        notes.append(
+            f"Pipeline stages: {numbers.count} on {len(numbers.groups)} groups of devices, which take micro-batches in "
+            f"the order {plan.schedule} (docs/pipeline.md). The step is simulated."
         )
     if plan.replayed:
         notes.append(

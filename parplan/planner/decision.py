@@ -12,31 +12,17 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import LISTED_DEVICES, Plan, Scheme, Strategy
 
 __all__ = [
-    "ANY_BLOCK", "BRANCHES", "SHARDED", "SOME_BRANCHES",
-    "Alternative", "Arrival",
-    "Baseline",
-    "BatchTried",
-    "ConcurrentBranches",
-    "Decision",
-    "DeviceTrack",
-    "LayerReport",
-    "MicroBatchesTried",
-    "Passes",
-    "Phase",
-    "PinPrice",
-    "Pins",
-    "Prediction",
-    "PricedGraph",
-    "Proof",
-    "SchemePrice",
-    "Seconds",
-    "Simpler",
+    "ANY_BLOCK", "BRANCHES", "SHARDED", "SOME_BRANCHES", "STAGES",
+    "Alternative", "Arrival", "Baseline", "BatchTried", "ConcurrentBranches", "Decision", "DeviceTrack",
+    "LayerReport", "MicroBatchesTried", "Passes", "Phase", "PinPrice", "Pins", "Prediction", "PricedGraph", "Proof",
+    "SchemePrice", "Seconds", "Simpler",
     "same_plan",
 ]  # fmt: skip
 
 ANY_BLOCK, BRANCHES = "layers on any block of devices", "branches at the same time"
 SOME_BRANCHES = "branches at the same time on blocks that make up the first devices"
 SHARDED = "sharded state"
+STAGES = "pipeline stages"
 """Words for shapes of plans that a proof covers (search_space/shape.py)."""
 
 
@@ -354,7 +340,7 @@ class BatchTried:
 
 @dataclass(frozen=True)
 class MicroBatchesTried:
-    """A number of micro-batches compared (with `sharded` state, layers `replayed`): `step_s` and `memory_bytes` (of the
+    """A number of micro-batches compared (with `sharded` state, layers `replayed`, `staged`): seconds and bytes (of the
     fullest device) of its best plan, or the nearest to fitting (not `fits`); None where none fits, or is faster."""
 
     count: int
@@ -363,6 +349,7 @@ class MicroBatchesTried:
     fits: bool
     sharded: bool = False
     replayed: bool = False
+    staged: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,6 +70,10 @@ class PlanOptions:
         None, "parts of the batch that go forward and backward one after another, their gradients added up (default: "
         "one, or as many as memory asks for)", type=whole_number, metavar="M",
     )  # fmt: skip
+    stages: int | None = option(
+        None, "groups of devices that work as pipeline stages (default: where memory is short, what is fastest)",
+        type=whole_number, metavar="S",
+    )  # fmt: skip
     measure: bool = option(False, "time the layers on the device that is here")
     as_profiled: bool = option(
         False, "use measured times at the speed that the device had when they were measured, whatever it has now, so "

@@ -19,9 +19,10 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import fold, units
 from parplan.lowering.micro_batches import equal_size
 from parplan.plan import SAVED, STATES
-from parplan.planner.decision import SHARDED, MicroBatchesTried, PricedGraph
-from parplan.planner.search.context import Case, fits, gathered_together, plain
+from parplan.planner.decision import SHARDED, STAGES, MicroBatchesTried, PricedGraph, Proof
+from parplan.planner.search.context import Case, fits, formulated, gathered_together, plain
 from parplan.planner.search.select import ANYWHERE, Found, NothingFaster, ShapeSearch
+from parplan.planner.search.stages import fastest_in_stages, least_work_s, why_not
 from parplan.planner.search_space.pin_search import Questions, masked
 from parplan.planner.search_space.rules import divisors
 from parplan.planner.search_space.strategies import offers_uneven
@@ -45,11 +46,13 @@ class Searched:
     """A search that ended with a plan, and the numbers of micro-batches that were compared.
 
     Args:
+        peaks: bytes of every device, of a plan in pipeline stages.
         why_whole: a line for messages: why there can be no more than one, once more were asked for.
     """
 
     search: ShapeSearch
     found: Found
+    peaks: tuple[int, ...] = ()
     tried: tuple[MicroBatchesTried, ...] = ()
     why_whole: str = ""
 
@@ -62,7 +65,7 @@ class Searched:
     def fits(self) -> bool:
         """Whether the plan fits with its transfers; else it is the nearest to that."""
         case = self.case
-        return fits(case.graph, case.cluster, case.costs, plain(self.found.plan))
+        return bool(self.peaks) or fits(case.graph, case.cluster, case.costs, plain(self.found.plan))
 
     @property
     def fastest_s(self) -> float:
@@ -101,6 +104,10 @@ def searched(
         InfeasiblePlan, PinError, PlanError: there is no plan.
     """
     counts = _Counts(case, questions, micro_batched)
+    asked = case.request.stages
+    if asked is not None and asked > 1:
+        counts.in_stages(asked)
+        return counts.found()
     counts.attempt(1, _Ways())
     if counts.tight and counts.ways != _Ways():
         counts.attempt(1, counts.ways)
@@ -114,6 +121,8 @@ def searched(
     for count in counts.doubled if counts.best is None else ():
         if counts.attempt(count, counts.ways, alike=False):
             break
+    if counts.several and counts.tight and asked is None:
+        counts.in_stages()
     return counts.found()
 
 
@@ -219,6 +228,48 @@ class _Counts:
             self._bounds_s[count] = own.found.proof.bound
         return self.best is own
 
+    @property
+    def several(self) -> bool:
+        """Whether more was compared than everything whole and kept in one micro-batch."""
+        return len(self._tried) > 1
+
+    def in_stages(self, groups: int | None = None) -> None:
+        """Compare plans in pipeline stages, in numbers of micro-batches that are doubled.
+
+        Args:
+            groups: of devices; None: all numbers of them.
+
+        Raises:
+            PlanError: so many were asked for, and cannot be.
+        """
+        why = why_not(self._case)
+        if not why and groups is not None and self._case.cluster.count % groups:
+            why = f"{self._case.cluster.count} devices are no {groups} equal groups"
+        if not why and self._micro_batched is None and self._whole == 1:
+            why = "one micro-batch is no pipeline"
+        if why and groups is not None:
+            raise PlanError(f"{groups} stages were asked for, and {why}")
+        if why:
+            return
+        least_s = inf if self.best is None else self.best.found.proof.bound
+        for count in (n for n in self.doubled if n * self._whole > 1):
+            search = self._searches.get(count) or self._search(count, self.ways, alike=True)
+            if search is None or self._case.deadline.over():
+                break
+            case, below_s = search.case, self.best.fastest_s if self.best is not None else inf
+            least_s = min(least_s, least_work_s(search.one_pass(), case.cluster.count))
+            staged = fastest_in_stages(search, below_s, groups)
+            if staged is None:
+                continue
+            gap, taken = 1 - least_s / staged.step_s, (bool(staged.plan.sharded), bool(staged.plan.replayed))
+            status = (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value
+            proof = Proof(status, staged.step_s, least_s, gap, 0.0, covered=(STAGES,))
+            found = Found(staged.plan, *formulated(staged.plan, case.graph, case.cluster, case.costs), proof)
+            self._before += [self.best] if self.best is not None else []
+            self.best = Searched(search, found, staged.peaks)
+            row = MicroBatchesTried(staged.plan.micro_batches, staged.step_s, max(staged.peaks), True, *taken, True)
+            self._tried[(count, *taken)] = row
+
     def _search(self, count: int, ways: _Ways, alike: bool) -> ShapeSearch | None:
         """The search over the plans of so many micro-batches; None where there are none, or none more."""
         case = replace(self._case, states=ways.states, saved=ways.saved, steps_s={})
@@ -280,5 +331,5 @@ class _Counts:
 def _peaks(own: Searched) -> tuple[int, ...]:
     """Bytes that every device takes at most."""
     case = own.case
-    peaks = case.costs.peaks(own.found.plan.layers)
+    peaks = own.peaks or case.costs.peaks(own.found.plan.layers)
     return peaks or own.found.formulation.device_peaks(own.found.choice, case.cluster.count)

@@ -43,7 +43,7 @@ def print_micro_batches(page: Page, decision: Decision) -> None:
         step = times.text(one.step_s) if one.step_s is not None and one.fits else ""
         memory = "" if one.memory_bytes is None else sizes.text(one.memory_bytes)
         figures = (
-            f"{one.count}{', sharded state' * one.sharded}{', recomputation' * one.replayed}",
+            f"{one.count}{', sharded state' * one.sharded}{', recomputation' * one.replayed}{', stages' * one.staged}",
             f"{decision.plan.batch // one.count:,}",
             step,
             memory,

@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 
 from parplan.plan import Scheme
-from parplan.planner.decision import ANY_BLOCK, BRANCHES, SHARDED, SOME_BRANCHES, Baseline, Decision, Proof, Seconds
+from parplan.planner.decision import (
+    ANY_BLOCK,
+    BRANCHES,
+    SHARDED,
+    SOME_BRANCHES,
+    STAGES,
+    Baseline,
+    Decision,
+    Proof,
+    Seconds,
+)  # fmt: skip
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
 
@@ -126,6 +136,8 @@ def claim(decision: Decision) -> str:
         states = "in doubled numbers of micro-batches alone" if SHARDED in proof.covered else "not at all"
         also = states if compared else f"were compared {states}" if SHARDED in proof.covered else "were not compared"
         compared.append(f"plans with sharded state {also}")
+    if STAGES in proof.covered:
+        compared = ["plans in stages were compared by one cut each, and the bound is the least work of all layers"]
     aside = f"; {', and '.join(compared)}" if compared else ""
     if proof.status == "OPTIMAL":
         return f"no plan{which} is faster under these costs{aside}"
@@ -144,6 +156,8 @@ def conditions(decision: Decision) -> list[str]:
     """
     proof, wants = decision.proof, list[str]()
     covered = proof.covered
+    if STAGES in covered:
+        return wants  # the bound is of all plans
     if decision.cluster.count > 1 and ANY_BLOCK not in covered:
         wants.append("has its layers on the first devices")
     in_passes = any(one.startswith((Scheme.BROADCAST.value, Scheme.INTERLEAVE.value)) for one in covered)

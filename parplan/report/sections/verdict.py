@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parplan.cost_models.costs import Source
+from parplan.plan import SCHEDULES
 from parplan.planner.decision import Decision, LayerReport, same_plan
 from parplan.report import units
 from parplan.report.page import Page
@@ -105,6 +106,7 @@ def _use(decision: Decision) -> str:
     parts = f" in {several} micro-batches" if several > 1 else ""
     less = ["sharded state"] * bool(decision.plan.sharded) + ["recomputation"] * bool(decision.plan.replayed)
     parts += f" with {' and '.join(less)}" if less else ""
+    parts += f" through pipeline stages ({decision.plan.schedule})" * (decision.plan.schedule != SCHEDULES[0])
     if same is None:
         return f"this plan{where if used > 1 else ' on one device' if count > 1 else ''}{parts}, {kind}"
     if used == 1:

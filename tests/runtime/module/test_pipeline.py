@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parplan.plan import STATES
-from tests.runtime.pipeline_cases import Staging, Tower, on_ranks, trained
+from tests.runtime.pipeline_cases import Staging, Tower, decoder_in_stages, on_ranks, trained
 from tests.runtime.ranks import run_case
 
 
@@ -40,3 +40,8 @@ def test_uneven_micro_batches() -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_on_ranks(ranks: int) -> None:
     run_case(on_ranks, ranks)
+
+
+@pytest.mark.full
+def test_a_decoder_in_stages() -> None:
+    run_case(decoder_in_stages, 2)

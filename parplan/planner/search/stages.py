@@ -1,0 +1,244 @@
+"""Plans in pipeline stages: one stage's strategies solved on its devices, layers cut into stages, the step simulated.
+
+All groups of devices are alike, so the strategies of all layers are solved once, on the first group, with the memory of
+all groups together. Layers in forward order are then cut where the longest stage is shortest, every stage within its
+memory, and the step is simulated. Which strategies and which cut are a choice by parts: what is said of the step is
+simulated, and what is proven is the least work of all plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import inf
+
+import numpy as np
+
+from parplan.cost_models.costs import Moments
+from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.pipeline.orders import most_in_flight, orders
+from parplan.plan import SCHEDULES, Plan, Strategy
+from parplan.planner.search.context import SIMULATED, Case, pipeline_peaks, simulated_step
+from parplan.planner.search.formulations import Formulations
+from parplan.planner.search_space.formulation import Formulation
+from parplan.planner.search_space.pin_search import masked
+from parplan.planner.simulation.priced_program import lowered, priced
+from parplan.planner.solver.problem import Problem, restrict
+from parplan.planner.solver.solve import solve
+
+__all__ = ["Staged", "fastest_in_stages", "least_work_s", "why_not"]
+
+SHARE = 0.2
+"""Part of the time left for the strategies of one number of stages."""
+
+ROUNDS = (1, 2, 4)
+"""Stages per group that are compared: interleaved ones idle less and send more."""
+
+PIPELINED = SCHEDULES[1:]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A plan in pipeline stages, with its simulated seconds, and peak bytes of every device."""
+
+    plan: Plan
+    step_s: float
+    peaks: tuple[int, ...]
+
+
+def why_not(case: Case) -> str:
+    """The reason for which no stages are tried, in words; empty where they are."""
+    graph, cluster, request = case.graph, case.cluster, case.request
+    results = [graph.values[value] for value in graph.user_outputs if isinstance(value, str)]
+    if not graph.training or not any(spec.shape == () and spec.requires_grad for spec in results):
+        return "the model has no loss inside, from which the last stage goes back (give loss=fn, targets=...)"
+    if cluster.home is not None:
+        return "one process runs all devices; under torchrun every process takes its own stage"
+    if cluster.mixed or not 1 < cluster.count <= SIMULATED:
+        return f"stages are on 2 to {SIMULATED} devices of one kind"
+    if request.pins or request.rules == "strict":
+        return "they are not compared beside pins and strict rules"
+    return ""
+
+
+def least_work_s(formulation: Formulation, devices: int) -> float:
+    """Seconds that no plan takes less than: the least work of every layer, shared by all devices."""
+    total = 0.0
+    for index, options in enumerate(formulation.options):
+        each = (len(o.strategy.devices) * (o.cost.forward_s + o.cost.backward_s) for o in options)
+        total += formulation.times(index) * min(each)
+    return formulation.parts.micro_batches * total / devices
+
+
+def fastest_in_stages(search: Formulations, below_s: float, groups: int | None = None) -> Staged | None:
+    """The fastest plan in stages that fits and takes less than `below_s`, of those that are tried.
+
+    Args:
+        search: of the number of micro-batches that is asked.
+        groups: of devices; None: every number that divides them.
+    """
+    case, best = search.case, None
+    count, micro_batches = case.cluster.count, case.costs.step.micro_batches
+    for number in (n for n in range(2, count + 1) if count % n == 0 and n <= micro_batches and groups in (None, n)):
+        if case.deadline.over():
+            break
+        layers = _one_stage(search, number, below_s)
+        if layers is None:
+            continue
+        for plan, least_s in sorted(_cut(case, layers, number), key=lambda one: one[1]):
+            if least_s >= below_s:
+                break
+            peaks = pipeline_peaks(plan, case.graph, case.costs)
+            if peaks is None or any(p > d.memory_bytes for p, d in zip(peaks, case.cluster.devices, strict=True)):
+                continue
+            timeline = simulated_step(plan, case.graph, case.cluster, case.costs)
+            if timeline is not None and timeline.step_s < below_s:
+                below_s = timeline.step_s
+                best = Staged(plan, below_s, peaks)
+    return best
+
+
+def _one_stage(search: Formulations, groups: int, below_s: float) -> Mapping[str, Strategy] | None:
+    """Strategies of all layers on the devices of the first group; None where they are no part of a faster plan."""
+    case, formulation = search.case, search.one_pass()
+    each = case.cluster.count // groups
+    kept = [np.array([max(o.strategy.devices) < each for o in options]) for options in formulation.options]
+    kept += [np.ones(node.size, dtype=bool) for node in formulation.problem.nodes[len(kept) :]]
+    problem: Problem = masked(formulation, search.asked.whole)
+    # One stage has a part of the layers, and activations of at most so many micro-batches in flight.
+    loss = Moments(len(case.graph.layers)).loss
+    nodes = [
+        replace(
+            node,
+            usages=tuple(
+                replace(one, amounts=groups * one.amounts) if 0 < one.start <= loss < one.end else one
+                for one in node.usages
+            ),
+        )
+        for node in problem.nodes
+    ]
+    problem = replace(problem, nodes=tuple(nodes), limits=tuple(groups * limit for limit in problem.limits))
+    narrowed = restrict(problem, kept)
+    # All groups are busy all the time at best.
+    found = case.deadline.watched(solve(narrowed.problem, case.deadline.part_s(SHARE), cutoff=groups * below_s))
+    return None if found.choice is None else formulation.strategies(narrowed.lift(found.choice))
+
+
+def _cut(case: Case, layers: Mapping[str, Strategy], groups: int) -> Iterator[tuple[Plan, float]]:
+    """Plans with the layers cut into stages, and about the least that each takes."""
+    graph, cluster, count = case.graph, case.cluster, case.costs.step.micro_batches
+    plan = Plan(
+        graph.model, graph.fingerprint, count * (graph.batch or 1), cluster.count, layers, case.request.rules,
+        micro_batches=count,
+    )  # fmt: skip
+    load = _load(case, plan, cluster.count // groups)
+    for schedule in PIPELINED:
+        for rounds in ROUNDS if schedule == "1f1b" else ROUNDS[:1]:
+            if rounds > 1 and count % groups:
+                continue
+            stages = rounds * groups
+            flying = [most_in_flight(own, rounds) for own in orders(schedule, groups, stages, count)]
+            limit = min(device.memory_bytes for device in cluster.devices) / rounds
+            ends = load.ends([flying[k % groups] for k in range(stages)], limit)
+            if ends is None:
+                continue
+            times = load.times(ends)
+            own = [sum(times[k::groups]) for k in range(groups)]
+            each, chosen = cluster.count // groups, dict[str, Strategy]()
+            for place, (name, one) in enumerate(layers.items()):
+                first = sum(place >= end for end in ends[:-1]) % groups * each
+                chosen[name] = replace(one, devices=tuple(device + first for device in one.devices))
+            yield replace(plan, layers=chosen, schedule=schedule), count * max(own)
+
+
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """Seconds and bytes of layers in forward order, one micro-batch, on the devices of one group.
+
+    Args:
+        seconds: summed up to every layer.
+        always, saved: bytes summed up likewise.
+        transient: bytes of each layer beside those.
+        crossing_s: seconds of what is sent over a cut in front of every layer.
+    """
+
+    seconds: Sequence[float]
+    always: Sequence[float]
+    saved: Sequence[float]
+    transient: Sequence[float]
+    crossing_s: Sequence[float]
+
+    def times(self, ends: Sequence[int]) -> list[float]:
+        """Seconds of every stage."""
+        return [self.seconds[end] - self.seconds[begin] for begin, end in zip((0, *ends), ends, strict=False)]
+
+    def ends(self, flying: Sequence[float], limit: float) -> tuple[int, ...] | None:
+        """Where stages end, the longest being as short as can be; None where they do not fit.
+
+        Args:
+            flying: micro-batches in flight, by stage.
+            limit: bytes of each stage.
+        """
+        count = len(self.transient)
+        # Where no less crosses in front of the layer before, or behind: between blocks rather than inside of them.
+        near = [inf, *self.crossing_s[1:], inf]
+        places = [0, *(p for p in range(1, count) if near[p] <= min(near[p - 1], near[p + 1])), count]
+        if len(places) <= len(flying):
+            return None
+        best: list[tuple[float, tuple[int, ...]]] = [(0.0 if p == 0 else inf, ()) for p in places]
+        for number in flying:
+            row = list[tuple[float, tuple[int, ...]]]()
+            for place, end in enumerate(places):
+                found: tuple[float, tuple[int, ...]] = (inf, ())
+                for before in range(place):
+                    begin, (known_s, ends) = places[before], best[before]
+                    longest_s = max(known_s, self.seconds[end] - self.seconds[begin])
+                    if longest_s < found[0] and self.nbytes(begin, end, number) <= limit:
+                        found = longest_s, (*ends, end)
+                row.append(found)
+            best = row
+        return best[-1][1] if best[-1][0] < inf else None
+
+    def nbytes(self, begin: int, end: int, flying: float) -> float:
+        """Bytes of a stage."""
+        held = self.always[end] - self.always[begin] + flying * (self.saved[end] - self.saved[begin])
+        return held + max(self.transient[begin:end], default=0.0)
+
+
+def _load(case: Case, plan: Plan, each: int) -> _Load:
+    """The load of layers that are all on the first `each` devices."""
+    graph, costs, layers = case.graph, case.costs, plan.layers
+    work = priced(graph, lowered(graph, plan, case.cluster), costs)
+    moved_s = dict.fromkeys(graph.layers, 0.0)
+    for move in work.moves.values():
+        if move.given.value in graph.producer and move.readers[0] is not None:
+            moved_s[move.readers[0]] += move.forward_s + move.backward_s
+    seconds, always, saved, transient = [], [], [], []
+    loss = Moments(len(graph.layers)).loss
+    for name, layer in graph.layers.items():
+        cost, held = work.layers[name].cost, costs.memory(layer, layers[name]).held
+        own_s = cost.forward_s + cost.backward_s + cost.replay_s + cost.gathers_s
+        seconds.append(own_s + moved_s[name])
+        resident = sum(one.nbytes for one in held if one.start == 0)
+        kept = sum(one.nbytes for one in held if 0 < one.start <= loss < one.end)
+        always.append(resident)
+        saved.append(kept)
+        transient.append(sum(one.nbytes for one in held) - resident - kept)
+    totals = (list(accumulate(own, initial=0.0)) for own in (seconds, always, saved))
+    return _Load(*totals, transient, _crossing_s(graph, case, layers, each))
+
+
+def _crossing_s(graph: LayerGraph, case: Case, layers: Mapping[str, Strategy], each: int) -> list[float]:
+    """Seconds of what is sent over a cut in front of every layer, to the devices of the next group and back."""
+    order = {name: place for place, name in enumerate(graph.layers)}
+    changes = [0.0] * (len(order) + 1)
+    for value, maker in graph.producer.items():
+        last = max((order[reader] for reader in graph.consumers(value)), default=0)
+        if last > order[maker]:
+            given = graph.layers[maker].layout(value, layers[maker])
+            there = replace(layers[maker], devices=tuple(device + each for device in layers[maker].devices))
+            cost = case.costs.transfer(graph.values[value], given, graph.layers[maker].layout(value, there))
+            changes[order[maker] + 1] += cost.forward_s + cost.backward_s
+            changes[last + 1] -= cost.forward_s + cost.backward_s
+    return list(accumulate(changes))[: len(order)]
