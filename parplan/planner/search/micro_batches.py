@@ -240,7 +240,7 @@ class _Counts:
             groups: of devices; None: all numbers of them.
 
         Raises:
-            PlanError: so many were asked for, and cannot be.
+            InfeasiblePlan, PlanError: so many were asked for, and none fits, or there cannot be any.
         """
         why = why_not(self._case)
         if not why and groups is not None and self._case.cluster.count % groups:
@@ -261,14 +261,19 @@ class _Counts:
             staged = fastest_in_stages(search, below_s, groups)
             if staged is None:
                 continue
-            gap, taken = 1 - least_s / staged.step_s, (bool(staged.plan.sharded), bool(staged.plan.replayed))
+            gap, plan = 1 - least_s / staged.step_s, staged.plan
             status = (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value
             proof = Proof(status, staged.step_s, least_s, gap, 0.0, covered=(STAGES,))
-            found = Found(staged.plan, *formulated(staged.plan, case.graph, case.cluster, case.costs), proof)
+            found = Found(plan, *formulated(plan, case.graph, case.cluster, case.costs), proof)
             self._before += [self.best] if self.best is not None else []
             self.best = Searched(search, found, staged.peaks)
-            row = MicroBatchesTried(staged.plan.micro_batches, staged.step_s, max(staged.peaks), True, *taken, True)
-            self._tried[(count, *taken)] = row
+            key = count, bool(plan.sharded), bool(plan.replayed)
+            row = MicroBatchesTried(plan.micro_batches, staged.step_s, max(staged.peaks), True, *key[1:], True)
+            self._tried[key] = row
+        if groups is not None and self.best is None:
+            raise InfeasiblePlan(
+                f"no plan in {groups} stages was found to fit; leave out --stages, or give more memory"
+            )
 
     def _search(self, count: int, ways: _Ways, alike: bool) -> ShapeSearch | None:
         """The search over the plans of so many micro-batches; None where there are none, or none more."""

@@ -57,8 +57,13 @@ def why_not(case: Case) -> str:
         return "one process runs all devices; under torchrun every process takes its own stage"
     if cluster.mixed or not 1 < cluster.count <= SIMULATED:
         return f"stages are on 2 to {SIMULATED} devices of one kind"
-    if request.pins or request.rules == "strict":
-        return "they are not compared beside pins and strict rules"
+    if (
+        request.plan is not None
+        or request.pins
+        or request.rules == "strict"
+        or request.scheme not in ("auto", "gather")
+    ):
+        return "they are not compared beside a plan, pins, a scheme or strict rules"
     return ""
 
 
@@ -214,7 +219,7 @@ def _load(case: Case, plan: Plan, each: int) -> _Load:
     for move in work.moves.values():
         if move.given.value in graph.producer and move.readers[0] is not None:
             moved_s[move.readers[0]] += move.forward_s + move.backward_s
-    seconds, always, saved, transient = [], [], [], []
+    seconds, always, saved, transient = list[float](), list[float](), list[float](), list[float]()
     loss = Moments(len(graph.layers)).loss
     for name, layer in graph.layers.items():
         cost, held = work.layers[name].cost, costs.memory(layer, layers[name]).held
@@ -225,8 +230,8 @@ def _load(case: Case, plan: Plan, each: int) -> _Load:
         always.append(resident)
         saved.append(kept)
         transient.append(sum(one.nbytes for one in held) - resident - kept)
-    totals = (list(accumulate(own, initial=0.0)) for own in (seconds, always, saved))
-    return _Load(*totals, transient, _crossing_s(graph, case, layers, each))
+    seconds, always, saved = (list(accumulate(own, initial=0.0)) for own in (seconds, always, saved))
+    return _Load(seconds, always, saved, transient, _crossing_s(graph, case, layers, each))
 
 
 def _crossing_s(graph: LayerGraph, case: Case, layers: Mapping[str, Strategy], each: int) -> list[float]:

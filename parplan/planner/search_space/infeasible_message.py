@@ -16,7 +16,7 @@ __all__ = ["nearest_to_fitting", "why_not"]
 
 _REMEDIES = (
     "possible remedies: more devices, devices with more memory (--memory), a smaller --batch, --dtype bf16, or an "
-    "--optimizer with less state; stages are not planned yet"
+    "--optimizer with less state"
 )
 
 
