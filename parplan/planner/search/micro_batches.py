@@ -18,6 +18,7 @@ from parplan.errors import CaptureError, InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import fold, units
 from parplan.lowering.micro_batches import equal_size
+from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SAVED, STATES
 from parplan.planner.decision import SHARDED, STAGES, MicroBatchesTried, PricedGraph, Proof
 from parplan.planner.search.context import Case, fits, formulated, gathered_together, plain
@@ -121,7 +122,7 @@ def searched(
     for count in counts.doubled if counts.best is None else ():
         if counts.attempt(count, counts.ways, alike=False):
             break
-    if counts.several and counts.tight and asked is None:
+    if asked is None and (counts.apart or (counts.several and counts.tight)):
         counts.in_stages()
     return counts.found()
 
@@ -232,6 +233,13 @@ class _Counts:
     def several(self) -> bool:
         """Whether more was compared than everything whole and kept in one micro-batch."""
         return len(self._tried) > 1
+
+    @property
+    def apart(self) -> bool:
+        """Whether the best plan has layers on devices that others have none in common with, which wait meanwhile."""
+        if self.best is None:
+            return False
+        return len(stage_numbers(self.best.case.graph, self.best.found.plan.layers).groups) > 1
 
     def in_stages(self, groups: int | None = None) -> None:
         """Compare plans in pipeline stages, in numbers of micro-batches that are doubled.

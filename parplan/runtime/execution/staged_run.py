@@ -419,5 +419,8 @@ class _StepWithLoss(torch.autograd.Function):
                     "back already cannot tell apart; multiply by one number in all, or plan with 1 micro-batch"
                 )
         factor = own * step.scale
+        if transport.processes > 1:  # known to be the same in all, which each tensor in blocks would ask again
+            number = factor.item()
+            return (None, None, None, *(one if one is None or number == 1 else one.mul_(number) for one in found))
         given = [None if one is None else one.mul_(factor.to(one.dtype).to(one.device)) for one in found]
         return (None, None, None, *given)

@@ -68,7 +68,7 @@ class Transport(ABC):
         """Free what was sent, once it has left; all devices have started to receive it."""
 
     def free_earlier(self) -> None:  # noqa: B027
-        """Free what was sent before the last call of this, once it has left; others have started to receive it."""
+        """Free what was sent some calls of this ago, once it has left; others have started to receive it."""
 
     def end(self) -> None:
         """The same, and everything sent has left."""

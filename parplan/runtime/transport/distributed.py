@@ -25,6 +25,10 @@ from parplan.runtime.transport.rendezvous import RankAlone, Rendezvous
 __all__ = ["DistributedTransport", "explained"]
 
 
+LAG = 2
+"""Calls of `free_earlier` after which what was sent is waited for: others are not held up by being a little behind."""
+
+
 @contextmanager
 def explained(what: str, rank: int) -> Iterator[None]:
     """Turn torch.distributed's errors into one that says which step failed where."""
@@ -108,7 +112,7 @@ class DistributedTransport(Transport):
         self.owned: tuple[int, ...] = (self.rank,)
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.processes)): group}
         self._sent: list[_Sent] = []
-        self._earlier = 0  # how many of them had been sent when `free_earlier` was called last
+        self._earlier: list[int] = []  # how many of them had been sent in calls of `free_earlier`, of the last LAG
         self._kept: dict[Hashable, Tensor] = {}
         self._rendezvous: Rendezvous | None = None
 
@@ -122,17 +126,24 @@ class DistributedTransport(Transport):
 
     def free_sent(self) -> None:
         """As `Transport.free_sent`; a rank that waits here has started all that others wait for."""
-        self._earlier = len(self._sent)
-        self.free_earlier()
+        self._free(len(self._sent))
+        self._earlier.clear()
 
     def free_earlier(self) -> None:
         """As `Transport.free_earlier`."""
-        for sent in self._sent[: self._earlier]:
+        self._earlier.append(len(self._sent))
+        if len(self._earlier) > LAG:
+            count = self._earlier.pop(0)
+            self._free(count)
+            self._earlier = [known - count for known in self._earlier]
+
+    def _free(self, count: int) -> None:
+        """Wait until the first messages have left, and free their memory."""
+        for sent in self._sent[:count]:
             with explained(sent.name, self.rank):
                 for work in sent.works:
                     work.wait()
-        del self._sent[: self._earlier]
-        self._earlier = len(self._sent)
+        del self._sent[:count]
 
     def group(self, devices: Sequence[int]) -> None:
         """Make the process group of `devices`, once; every rank has to call this, also those outside."""

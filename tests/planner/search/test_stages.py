@@ -1,0 +1,129 @@
+"""Pipeline stages in the search: cuts against every cut, what is taken against what is simulated, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+from math import inf
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parplan.api import analyze
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.errors import InfeasiblePlan, PlanError
+from parplan.graph.capture.capture import capture
+from parplan.graph.resized import at_batch
+from parplan.planner.search.context import pipeline_peaks
+from parplan.planner.search.stages import _Load
+from parplan.planner.simulation.timeline import simulate
+from parplan.report.analysis import Analysis
+
+WIDTH, BATCH = 256, 64
+SLOW: dict[str, Any] = {"gpus": "2x1", "gpu": "v100", "link": "10gbe", "time_limit_s": 1000.0}
+
+
+class Chain(nn.Module):
+    """Layers of different widths, and their loss."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        widths = [each * width for each in (1, 2, 1, 4, 1, 1, 3, 1)]
+        self.layers = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.mse_loss(self.layers(x), y)
+
+
+def planned(**options: Any) -> Analysis:
+    return analyze(Chain(), (torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)), **{**SLOW, **options})
+
+
+def test_the_cut_is_about_as_fast_as_the_best_of_all() -> None:
+    found = planned(stages=2, micro_batches=4)
+    graph = at_batch(capture(Chain(), (torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH))), BATCH // 4)
+    cluster = found.cluster
+    costs, names = RooflineCosts(graph, cluster, micro_batches=4), list(graph.layers)
+    plan = found.plan
+    assert found.prediction.step_s == pytest.approx(simulate(graph, cluster, costs, plan).step_s, rel=1e-9)
+    assert found.prediction.memory_bytes == pipeline_peaks(plan, graph, costs)
+    steps = {}
+    for end in range(1, len(names)):
+        for schedule in ("gpipe", "1f1b"):
+            layers = {
+                name: replace(own, devices=(int(place >= end),))
+                for place, (name, own) in enumerate(plan.layers.items())
+            }
+            other = replace(plan, layers=layers, schedule=schedule)
+            steps[end, schedule] = simulate(graph, cluster, costs, other).step_s
+    assert found.prediction.step_s <= 1.03 * min(steps.values())
+
+
+def test_taken_where_memory_is_short_and_links_are_slow() -> None:
+    wide = Chain(WIDTH * 4), (torch.randn(8 * BATCH, WIDTH * 4), torch.randn(8 * BATCH, WIDTH * 4))
+    small = int(0.6 * max(analyze(*wide, **SLOW).prediction.memory_bytes))
+    without, found = (analyze(*wide, **SLOW, memory_bytes=small, stages=stages) for stages in (1, None))
+    assert without.plan.schedule == "serial"
+    assert found.plan.schedule in ("gpipe", "1f1b")
+    assert found.prediction.step_s < without.prediction.step_s
+    assert max(found.prediction.memory_bytes) <= small
+    assert found.proof.bound <= found.prediction.step_s
+    text = str(found)
+    assert "through pipeline stages" in " ".join(text.split())
+    assert "stage 1 of" in text
+    assert ", stages" in text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ends_of_stages_against_every_cut(seed: int) -> None:
+    random = Random(seed)
+    count, stages = random.randint(4, 9), random.randint(2, 4)
+    seconds, always, saved, transient = ([random.uniform(0, 9) for _ in range(count)] for _ in range(4))
+    flying = [float(random.randint(1, 4)) for _ in range(stages)]
+    limit = random.uniform(20, 90)
+
+    def summed(values: list[float]) -> list[float]:
+        return [sum(values[:end]) for end in range(count + 1)]
+
+    load = _Load(summed(seconds), summed(always), summed(saved), transient, [0.0] * count)  # cut anywhere
+    best = inf
+    for cut in combinations(range(1, count), stages - 1):
+        parts = list(pairwise((0, *cut, count)))
+        held = [
+            sum(always[b:e]) + many * sum(saved[b:e]) + max(transient[b:e])
+            for (b, e), many in zip(parts, flying, strict=True)
+        ]
+        if max(held) <= limit:
+            best = min(best, max(sum(seconds[b:e]) for b, e in parts))
+    ends = load.ends(flying, limit)
+    assert (ends is None) == (best == inf)
+    if ends is not None:
+        assert max(load.times(ends)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stages": 3}, "2 devices are no 3 equal groups"),
+        ({"stages": 2, "micro_batches": 1}, "one micro-batch is no pipeline"),
+        ({"stages": 2, "rules": "strict"}, "not compared beside"),
+        ({"stages": 2, "pins": ["layers.0=replicas:2"]}, "not compared beside"),
+    ],
+)
+def test_refusals(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        planned(**options)
+
+
+def test_a_loss_outside_has_no_stages() -> None:
+    with pytest.raises(PlanError, match="no loss inside"):
+        analyze(nn.Linear(8, 8), torch.randn(8, 8), gpus=2, gpu="v100", stages=2)
+
+
+def test_too_little_memory_for_any_stages() -> None:
+    with pytest.raises(InfeasiblePlan, match="no plan in 2 stages"):
+        planned(stages=2, memory_bytes=1 << 20)
