@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise, product
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,14 +41,11 @@ TRIES = 300
 class Rows(nn.Module):
     """Layers on one input, two rows of others side by side, and a last layer on both: (N, width) to (N, 8)."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, first: int, stem: bool, *ends: int) -> None:
         super().__init__()
-        first = draw.choice(WIDTHS)
-        self.stem = nn.Linear(first, first) if draw.random() < 0.5 else nn.Identity()
-        ends = [draw.choice(WIDTHS) for _ in "ab"]
+        self.stem = nn.Linear(first, first) if stem else nn.Identity()
         self.a, self.b = (nn.Linear(first, end) for end in ends)
         self.last = nn.Linear(sum(ends), 8)
-        self.width = first
 
     def forward(self, x: Tensor) -> Tensor:
         """Both rows, then the last layer."""
@@ -75,27 +73,42 @@ def kind_of(seed: int) -> str:
     return ("linear", "conv", "linear", "lstm", "rows")[seed % 5]
 
 
-@cache
 def small_model(seed: int) -> LayerGraph:
     """A model of two to five layers: linear and element-wise ones, convolutions, LSTMs, or two rows of layers."""
     draw, kind = random.Random(seed), kind_of(seed)
     batch = draw.choice((1, 4, 8, 12))
     if kind == "rows":
-        rows = Rows(draw)
-        return capture(rows, (torch.zeros(batch, rows.width),))
+        return _captured(kind, batch, draw.choice(WIDTHS), draw.random() < 0.5, *(draw.choice(WIDTHS) for _ in "ab"))
     if kind == "lstm":
-        width = draw.choice((16, 64, 256))
-        return capture(Recurrent(width, draw.choice((2, 3, 4))), (torch.zeros(3, batch, width),))
+        return _captured(kind, batch, draw.choice((16, 64, 256)), draw.choice((2, 3, 4)))
     if kind == "conv":
-        channels = [3, *(draw.choice((4, 16, 32)) for _ in range(draw.choice((1, 2))))]
-        body = [nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(channels)]
-        net = nn.Sequential(*body, nn.Flatten(), nn.Linear(64 * channels[-1], draw.choice((8, 512))))
-        return capture(net, (torch.zeros(batch, 3, 8, 8),))
+        channels = [draw.choice((4, 16, 32)) for _ in range(draw.choice((1, 2)))]
+        return _captured(kind, batch, *channels, draw.choice((8, 512)))
     widths = [draw.choice(WIDTHS) for _ in range(draw.choice((3, 4)))]
-    layers: list[nn.Module] = [nn.Linear(*pair) for pair in pairwise(widths)]
-    layers += [nn.ReLU()] if draw.random() < 0.5 else []
-    draw.shuffle(layers) if len(set(widths)) == 1 else None
-    return capture(nn.Sequential(*layers), (torch.zeros(batch, widths[0]),))
+    pairs = [*pairwise(widths), *([None] if draw.random() < 0.5 else [])]
+    draw.shuffle(pairs) if len(set(widths)) == 1 else None
+    return _captured(kind, batch, *pairs)
+
+
+@cache
+def _captured(kind: str, batch: int, *sizes: Any) -> LayerGraph:
+    """The model of one kind and these sizes; captured once for all seeds that draw them.
+
+    Args:
+        sizes: of rows and LSTMs, as their classes take them; channels, and the width of the end; or the widths of a
+            linear layer, None for a ReLU.
+    """
+    if kind == "rows":
+        return capture(Rows(*sizes), (torch.zeros(batch, sizes[0]),))
+    if kind == "lstm":
+        return capture(Recurrent(*sizes), (torch.zeros(3, batch, sizes[0]),))
+    if kind == "conv":
+        *channels, end = sizes
+        body = [nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise([3, *channels])]
+        net = nn.Sequential(*body, nn.Flatten(), nn.Linear(64 * channels[-1], end))
+        return capture(net, (torch.zeros(batch, 3, 8, 8),))
+    layers = [nn.ReLU() if pair is None else nn.Linear(*pair) for pair in sizes]
+    return capture(nn.Sequential(*layers), (torch.zeros(batch, next(pair[0] for pair in sizes if pair)),))
 
 
 def case(seed: int, most_devices: int = 4) -> tuple[LayerGraph, Cluster, CostModel]:

@@ -90,8 +90,11 @@ def own_losses(rank: int, ranks: int) -> None:
 
 
 def on_ranks(rank: int, ranks: int) -> None:
-    """Data parallel and cut plans; and a loss that ranks multiply by different numbers is refused on all."""
-    for name in ("padded labels", "weights", "sum"):
+    """Data parallel and cut plans; and a loss that ranks multiply by different numbers is refused on all.
+
+    What a loss weighs by is a matter of the loss, not of how many ranks there are: on four ranks one of them.
+    """
+    for name in ("padded labels", "weights", "sum") if ranks == 2 else ("padded labels",):
         for cut in ((ranks, 1), (1, ranks)):
             batches = [language_batch(samples) for samples in (4 * ranks, 4 * ranks, 3 * ranks)]
             trained_beside(Language(**LANGUAGE[name]), cut_losses(*cut), ranks, batches, micro_batches=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +19,7 @@ from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer
-from parplan.plan import STATES, Scheme, Strategy
+from parplan.plan import STATES, Plan, Scheme, Strategy
 from parplan.runtime.measurement.peak_memory import step_peak
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor
@@ -110,22 +111,28 @@ class Decoder(nn.Module):
         return functional.cross_entropy(self.net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def decoder_in_less_memory(rank: int, ranks: int) -> None:
-    """Replicas need 2.5 times the memory there is: a plan with layers of every state in micro-batches is chosen, takes
-    what is predicted, and trains as the plain model does."""
+def decoder_in_less_memory(ranks: int) -> Callable[[int, int], None]:
+    """Replicas need 2.5 times the memory there is: a plan with layers of every state in micro-batches is chosen, for
+    all ranks at once. The case that trains it."""
+    net, tokens = Decoder(), torch.randint(64, (16 * ranks, 17))
+    graph, cluster = capture(net, (tokens,)), this_cluster(ranks, torch.device("cpu"))
+    replicas = {n: spread(ranks, "data")(layer) for n, layer in graph.layers.items()}
+    limit_bytes = int(max(RooflineCosts(graph, cluster).peaks(replicas)) / 2.5)
+    analysis = analyze(
+        net, tokens, cluster=cluster.with_memory(limit_bytes), micro_batches=8,
+        pins=[f"net.*=replicas:{ranks} saved:keep"],  # replaying some of it would be faster
+    )  # fmt: skip
+    assert {own.state for own in analysis.plan.layers.values()} == set(STATES)
+    return partial(trained_in_less_memory, analysis.plan, analysis.prediction.memory_bytes)
+
+
+def trained_in_less_memory(plan: Plan, predicted_bytes: Sequence[int], rank: int, ranks: int) -> None:
+    """The plan takes what is predicted, and trains as the plain model does."""
     torch.manual_seed(0)
     net, samples = Decoder(), 16 * ranks
     plain = copy.deepcopy(net)
     batches = [torch.randint(64, (samples, 17)) for _ in range(5)]
-    graph, cluster = capture(net, (batches[0],)), this_cluster(ranks, torch.device("cpu"))
-    replicas = {n: spread(ranks, "data")(layer) for n, layer in graph.layers.items()}
-    limit_bytes = int(max(RooflineCosts(graph, cluster).peaks(replicas)) / 2.5)
-    analysis = analyze(
-        net, batches[0], cluster=cluster.with_memory(limit_bytes), micro_batches=8,
-        pins=[f"net.*=replicas:{ranks} saved:keep"],  # replaying some of it would be faster
-    )  # fmt: skip
-    assert {own.state for own in analysis.plan.layers.values()} == set(STATES)
-    model = Compiled(net, lambda _: analysis.plan)
+    model = Compiled(net, lambda _: plan)
     optimizers = [torch.optim.AdamW(own.parameters(), lr=0.01) for own in (model, plain)]
 
     def step(own: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, norms: list[Tensor]) -> None:
@@ -146,5 +153,4 @@ def decoder_in_less_memory(rank: int, ranks: int) -> None:
         state = model.state_dict()
         for name, tensor in plain.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-10)
-    predicted_bytes = analysis.prediction.memory_bytes[rank]
-    assert max(peaks[1:]) == pytest.approx(predicted_bytes, rel=0.1)
+    assert max(peaks[1:]) == pytest.approx(predicted_bytes[rank], rel=0.1)

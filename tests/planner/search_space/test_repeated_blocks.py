@@ -136,14 +136,16 @@ def both(seed: int, plan: Plan) -> list[tuple[Formulation, tuple[int, ...]]]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", [Scheme.GATHER, Scheme.INTERLEAVE])
 @pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_t_and_memory_are_those_of_all_layers(seed: int, everywhere: bool, scheme: Scheme) -> None:
     draw, seen = random.Random(seed), 0
     _, cluster, _, _ = deep(seed)
     for _ in range(60):
         plan = random_plan(seed, draw, scheme, everywhere)
-        if plan is None or seen == 6:
+        if plan is None:
             continue
+        if seen == 6:
+            break
         seen += 1
         (whole, choice), (folded, small) = both(seed, plan)
         assert len(folded.problem.nodes) < len(whole.problem.nodes)
@@ -192,7 +194,7 @@ def branches_at_once(seed: int, draw: random.Random) -> Plan | None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_no_plan_with_blocks_alike_takes_less_than_the_bound_over_any_blocks(seed: int) -> None:
     draw = random.Random(seed)
     graph, cluster, costs, found = deep(seed)
@@ -219,7 +221,7 @@ def planned(seed: int, patch: pytest.MonkeyPatch, alike: bool, plan: Plan | None
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_report_of_a_plan_is_that_of_all_layers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(seed, monkeypatch, True)
     assert " equal blocks of " in found.proof.alike

@@ -33,7 +33,7 @@ from tests.planner.graphs import perceptron
 from tests.planner.random_plans import FAR_S, case, kind_of, plan_of, random_plans, small_model, step_time_s
 
 EACH = 10
-SEEDS = range(100)
+SEEDS = range(60)
 
 
 def relative_errors(seed: int, scheme: Scheme, kind: str, home: int | None = None) -> Iterator[float]:

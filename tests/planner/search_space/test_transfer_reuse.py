@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -17,15 +18,16 @@ from parplan.cost_models.costs import CostModel
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.plan import Plan, Scheme
+from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.explain.layer_report import prediction
 from parplan.planner.search.context import formulated, shape_of
 from parplan.planner.search_space import edges
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
+from parplan.planner.simulation.list_schedule import schedule
 from parplan.planner.simulation.priced_program import lowered, priced
-from parplan.planner.simulation.timeline import simulate
+from parplan.planner.simulation.step_tasks import step_parts
 from parplan.planner.solver.problem import Status, objective
 from parplan.planner.solver.solve import solve
 from tests.planner.oracle import every_choice, objectives
@@ -79,21 +81,34 @@ class OfTheUser(nn.Module):
 MODELS = ("residual", "readers", "input")
 
 
-@cache
 def model(kind: str, seed: int) -> LayerGraph:
     draw = random.Random(seed)
-    batch, width = draw.choice((4, 8, 12)), draw.choice((8, 64, 256))
-    nets: dict[str, nn.Module] = {
-        "residual": Residual(width, draw.choice((1, 2, 3))), "readers": Readers(width), "input": OfTheUser(width),
+    batch, width, blocks = draw.choice((4, 8, 12)), draw.choice((8, 64, 256)), draw.choice((1, 2, 3))
+    return _captured(kind, batch, width, blocks if kind == "residual" else 0)
+
+
+@cache
+def _captured(kind: str, batch: int, width: int, blocks: int) -> LayerGraph:
+    nets: dict[str, Callable[[], nn.Module]] = {
+        "residual": lambda: Residual(width, blocks), "readers": lambda: Readers(width),
+        "input": lambda: OfTheUser(width),
     }  # fmt: skip
-    return capture(nets[kind], (torch.zeros(batch, width),))
+    return capture(nets[kind](), (torch.zeros(batch, width),))
+
+
+class WithoutPeaks(RooflineCosts):
+    """Memory of whole plans is not looked at."""
+
+    def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
+        """None: callers that ask have those without transfers."""
+        return ()
 
 
 def drawn(seed: int, kind: str, where: str) -> tuple[LayerGraph, Cluster, CostModel, list[Plan]]:
     """A small model that one process or several run, with plans of no branches at the same time."""
     graph, (_, cluster, _) = model(kind, seed), case(seed)
     cluster = replace(cluster, home=None if seed % 3 else 0)
-    costs = RooflineCosts(graph, cluster, optimizer=random.Random(seed).choice(("sgd", "adam")))
+    costs = WithoutPeaks(graph, cluster, optimizer=random.Random(seed).choice(("sgd", "adam")))
     plans = random_plans(
         graph, cluster, random.Random(seed), Scheme.GATHER,
         everywhere=where == "any blocks", all_devices=where == "all devices",
@@ -101,35 +116,27 @@ def drawn(seed: int, kind: str, where: str) -> tuple[LayerGraph, Cluster, CostMo
     return graph, cluster, costs, [plan for plan in islice(plans, EACH) if not shape_of(plan, graph, cluster).homes]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("where", ["all devices", "nested", "any blocks"])
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_t_counts_the_transfers_of_the_lowered_program(seed: int, kind: str, where: str) -> None:
-    graph, cluster, costs, plans = drawn(seed, kind, where)
-    for plan in plans:
-        formulation, choice = formulated(plan, graph, cluster, costs)
-        moves = priced(graph, lowered(graph, plan, cluster), costs).moves.values()
-        moved_s = sum(move.forward_s + move.backward_s for move in moves)
-        assert prediction(formulation, choice, costs, cluster.count).transfer_s == pytest.approx(moved_s, rel=1e-9)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("where", ["all devices", "nested", "any blocks"])
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("seed", range(30))
-def test_readers_of_one_value_take_t(seed: int, kind: str, where: str) -> None:
     """On a part of the devices a transfer may go on beside a layer on others, which T does not count. It counts a
     transfer to where the terms of a sum meet at the layer that reads it there, though an earlier one may need it."""
     graph, cluster, costs, plans = drawn(seed, kind, where)
     for plan in plans:
+        formulation, choice = formulated(plan, graph, cluster, costs)
+        predicted = prediction(formulation, choice, costs, cluster.count)
+        work = priced(graph, lowered(graph, plan, cluster), costs)
+        moved_s = sum(move.forward_s + move.backward_s for move in work.moves.values())
+        assert predicted.transfer_s == pytest.approx(moved_s, rel=1e-9)
         exact = all(len(own.devices) == cluster.count for own in plan.layers.values())
         exact &= not any(
             layer.layout(value, plan.layers[layer.name]).partial
             for layer in graph.layers.values()
             for value in layer.outputs
         )
-        error = step_time_s(graph, cluster, costs, plan) / simulate(graph, cluster, costs, plan).step_s - 1
+        error = predicted.step_s / max(span.end_s for span in schedule(step_parts(work))) - 1
         assert -1e-6 < error < (1e-6 if exact else 0.2)
 
 

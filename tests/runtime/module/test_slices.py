@@ -39,7 +39,7 @@ def test_on_ranks(ranks: int) -> None:
 
 @pytest.mark.full
 def test_a_decoder_in_less_memory() -> None:
-    run_case(decoder_in_less_memory, 2)
+    run_case(decoder_in_less_memory(2), 2)
 
 
 # ---- weights that are freed behind their forward ---------------------------------------------------------------------
