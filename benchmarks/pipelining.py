@@ -120,7 +120,7 @@ def by_torch(case: Case, net: Network, x: Tensor, y: Tensor, losses: list[Tensor
     """A step of this process's stage."""
     rank, processes = dist.get_rank(), dist.get_world_size()
     each = case.blocks // processes
-    own = nn.Sequential(*net.blocks[rank * each : (rank + 1) * each])
+    own = nn.Sequential(*[*net.blocks.children()][rank * each : (rank + 1) * each])
     stage = PipelineStage(own, rank, processes, torch.device("cpu"))
     schedule = SCHEDULES[case.schedule](stage, case.micro_batches, loss_fn=functional.mse_loss)
     optimizer = torch.optim.SGD(own.parameters(), lr=0.01, momentum=0.9)
@@ -177,8 +177,8 @@ def compare(case: Case, rounds: int, steps: int = 4) -> Figures:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     times = in_turns(steppers, rounds, steps)
     lower, middle, upper = statistics.quantiles([b / a for a, b in zip(*times.values(), strict=True)], n=4)
-    medians = [statistics.median(own) for own in times.values()]
-    return Figures(case, dist.get_world_size(), rounds, *medians, middle, (lower, upper))
+    torch_s, parplan_s = (statistics.median(own) for own in times.values())
+    return Figures(case, dist.get_world_size(), rounds, torch_s, parplan_s, middle, (lower, upper))
 
 
 def worker(rank: int, args: argparse.Namespace, folder: str) -> None:

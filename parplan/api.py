@@ -74,16 +74,14 @@ def analyze(
         loss, targets: a function of the model's results and of targets such as these, planned with the model.
         batch: "auto" takes the smallest batch within 2 % of the most samples per second that fits in memory, and lists
             those tried; default: the example inputs'.
-        gpus: how many devices, or hosts x devices of each, "2x8"; default: the plan's, else the GPUs that are here,
-            else 1.
+        gpus: how many devices, or hosts x devices of each, "2x8"; default: the plan's, else the GPUs here, else 1.
         gpu: preset such as "v100-sxm2"; default: the GPUs that are here, else the most common card.
         link: link preset between them; default: the GPU's own.
         cluster: the devices and links to plan for, or a file that describes them, instead of the three above.
         memory_bytes: memory a plan may use on each device, instead of the preset's.
         scheme: how samples get from many replicas to layers with fewer: "gather" (all at once), "broadcast" (one
             replica's at a time), "interleave" (a share of each at a time), or "auto", as is fastest.
-        micro_batches: equal parts of the batch that go forward and backward one after another, their gradients added
-            up; default: one, or as many as memory asks for.
+        micro_batches: equal parts of the batch whose gradients add up; default: one, or as many as memory asks for.
         stages: groups of devices that work as pipeline stages; default: where memory is short, what is fastest.
         measure: time layers on the device that is here instead of estimating.
         as_profiled: leave out how fast the device is now, so that measured costs are the same in every run.
@@ -220,13 +218,12 @@ def compile(  # the name users know from torch.compile
         loss: a function of results and targets, planned with the model: calls with `targets=...` return it.
         devices: where logical device i lives, some several times; default: one per process, the GPUs here, or the CPU.
         output_device, dim: where results go (one process; default: as inputs); the dimension that samples lie along.
-        plan: run this plan (or file) instead of searching for one; it is verified first.
         batch_norm: "global" statistics (of the whole batch, the plain model's numbers) or "local" (per replica, as DDP)
         scalars: returned numbers (a loss) are "whole", the plain model's, or "per_replica", as DP and DDP give them.
         inputs: under torchrun, each process brings its "own" samples; shards of one replica of the first layer the
             same, as a "group" (`parplan.PlanSampler`); or all the "same", which hold no samples (a graph, a state).
         same_draws: True: processes seeded alike drop alike, as under DistributedDataParallel; else apart.
-        pins, rules, scheme, micro_batches, stages, precision, optimizer, time_limit_s, tolerance: as for `analyze`.
+        plan, pins, rules, scheme, micro_batches, stages, precision, optimizer, time_limit_s, tolerance: as `analyze`'s.
         threads: True: each logical device of this process has a thread; a function is called first there (its number).
         check: compare the program with the plain module: "first" before a capture's first step, "always", or "off".
         initialise, weights: of tensors on the meta device: a function of a module; saved ones (docs/sharded-state.md).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
@@ -24,15 +25,15 @@ from parplan.planner.simulation.timeline import simulate
 from parplan.report.analysis import Analysis
 
 WIDTH, BATCH = 256, 64
+WIDTHS = tuple(WIDTH * each for each in (1, 2, 1, 4, 1, 1, 3, 1))
 SLOW: dict[str, Any] = {"gpus": "2x1", "gpu": "v100", "link": "10gbe", "time_limit_s": 1000.0}
 
 
 class Chain(nn.Module):
     """Layers of different widths, and their loss."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, widths: Sequence[int] = WIDTHS) -> None:
         super().__init__()
-        widths = [each * width for each in (1, 2, 1, 4, 1, 1, 3, 1)]
         self.layers = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths)))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -64,9 +65,9 @@ def test_the_cut_is_about_as_fast_as_the_best_of_all() -> None:
 
 
 def test_taken_where_memory_is_short_and_links_are_slow() -> None:
-    wide = Chain(WIDTH * 4), (torch.randn(8 * BATCH, WIDTH * 4), torch.randn(8 * BATCH, WIDTH * 4))
-    small = int(0.6 * max(analyze(*wide, **SLOW).prediction.memory_bytes))
-    without, found = (analyze(*wide, **SLOW, memory_bytes=small, stages=stages) for stages in (1, None))
+    net, small = Chain([1024] * 5), 50 << 20
+    batch = torch.randn(512, 1024), torch.randn(512, 1024)
+    without, found = (analyze(net, batch, **SLOW, memory_bytes=small, stages=stages) for stages in (1, None))
     assert without.plan.schedule == "serial"
     assert found.plan.schedule in ("gpipe", "1f1b")
     assert found.prediction.step_s < without.prediction.step_s
