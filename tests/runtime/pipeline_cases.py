@@ -27,7 +27,7 @@ from parplan.runtime.measurement.peak_memory import step_peak
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner, spread
 
-__all__ = ["Staging", "Tower", "decoder_in_stages", "on_ranks", "tokens", "trained"]
+__all__ = ["Crossed", "Staging", "Tower", "decoder_in_stages", "on_ranks", "tokens", "trained"]
 
 TOKENS, WIDTH = 24, 16
 
@@ -67,6 +67,33 @@ class Tower(nn.Module):
         return (scores - labels[..., None] / TOKENS).square().mean(), scores
 
 
+class Scale(nn.Module):
+    """A product with a weight, as a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b * self.weight
+
+
+class Crossed(nn.Module):
+    """Branches that read each other's results, in another order than that of their stages when they are scattered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.a, self.scale = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH), Scale()
+        self.b, self.c, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.double()
+
+    def forward(self, words: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(words)
+        scaled = self.scale(self.a(x), x)
+        scores = self.head(scaled + self.c(self.b(x)))
+        return functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores
+
+
 def tokens(samples: int) -> tuple[Tensor, Tensor]:
     """Sentences and labels, of which some are ignored, in some samples more than in others."""
     words = torch.randint(0, TOKENS, (samples, 6))
@@ -83,6 +110,7 @@ class Staging:
         groups: of devices.
         rounds: stages per group.
         seed: where to cut; None: into equally many layers.
+        scattered: every layer is on a group that is drawn, so that there are many rounds.
         state, saved: of the layers' strategies, where they can have them.
     """
 
@@ -94,6 +122,7 @@ class Staging:
     seed: int | None = None
     state: str = STATES[0]
     saved: str = SAVED[0]
+    scattered: bool = False
 
     def plan(self, graph: LayerGraph) -> Plan:
         """The plan."""
@@ -101,10 +130,11 @@ class Staging:
         ends = [len(names) * (number + 1) // stages for number in range(stages - 1)]
         if self.seed is not None:
             ends = sorted(random.Random(self.seed).choices(range(len(names)), k=stages - 1))
-        known = unit_of(graph)
+        known, draw = unit_of(graph), random.Random(self.seed)
         chosen = dict[str, Strategy]()
         for place, (name, layer) in enumerate(graph.layers.items()):
-            first = sum(place >= end for end in ends) % self.groups * each
+            stage = draw.randrange(self.groups) if self.scattered else sum(place >= end for end in ends)
+            first = stage % self.groups * each
             own = tuple(range(first, first + each))
             apart = layer.batch is not None and not layer.constant
             strategy = Strategy(each, 1, None, own) if apart else Strategy(devices=own[:1])

@@ -86,9 +86,10 @@ class Executor:
         self._statistics = frozenset[str]().union(*self._written.values())
         self._changing = frozenset(program.updates) | graph.numbers.keys()
         last = {slot: id(step) for step in program.forward for slot in step.reads}
-        self.last_reads: dict[int, list[str]] = {id(step): [] for step in program.forward}
+        last_reads: dict[int, list[str]] = {id(step): [] for step in program.forward}
         for slot in last.keys() - {*program.outputs, *program.updates.values()}:
-            self.last_reads[last[slot]].append(slot)
+            last_reads[last[slot]].append(slot)
+        self.last_reads: Mapping[int, Sequence[str]] = last_reads
         self.several_results = len({name for name in program.outputs if program.slots[name].requires_grad}) > 1
         self._state_results: frozenset[int] | None = None
         self._aliases: weakref.ref[ParameterAliases] | None = None

@@ -58,15 +58,14 @@ class Run:
         micro_batch: its number in the step, so that each draws other random numbers.
 
     Attributes:
-        reached: slots that have a gradient in some process; None: all.
+        reached, last_reads: slots that have a gradient in some process (None: all); of the executor, or its pipeline.
     """
 
     def __init__(
         self, executor: Executor, inputs: tuple[str, ...], parameters: tuple[str, ...], kept: Set[str] = frozenset(),
         once: bool = False, micro_batch: int = 0,
     ) -> None:  # fmt: skip
-        self.inputs = inputs
-        self.parameters = parameters
+        self.inputs, self.parameters = inputs, parameters
         self._executor = executor
         self._program = executor.program
         self._transport = executor.transport
@@ -76,6 +75,7 @@ class Run:
         self.aliases: ParameterAliases | None = None  # shared with calls as long as the backward may still come
         self._frees = once
         self.reached: Set[str] | None = None
+        self.last_reads = executor.last_reads
         self._touched: set[str] = set()  # parameters that this process has a gradient of
         self._to_slices: list[str] = []  # parameters whose gradients are on their way to slices
         self._again = in_backward()
@@ -145,7 +145,7 @@ class Run:
             executor.each(step, partial(self._compute, step, parts=parts, record=record))
             executor.done(step)
             self._free_weights(step)
-        for slot in executor.last_reads[id(step)]:
+        for slot in self.last_reads[id(step)]:
             if slot not in self._kept:
                 parts.drop(slot)
 
@@ -320,7 +320,7 @@ class Run:
                 grads.put(slot, self._executor.deliver_from, share.to(place))
 
     def go_backward(self, steps: Iterable[Step], grads: SlotParts, sums: Gradients, last: bool = True) -> None:
-        """Take backward steps; `last`: all gradients are there with them, and are summed over devices."""
+        """Take backward steps; `last`: gradients are summed over devices."""
         for step in steps:
             if isinstance(step, Reduce) and not last:
                 continue

@@ -254,11 +254,12 @@ class _Pipelined:
         # The loss goes back from where it was made: by way of its readers each backward would wait for all of them.
         self._loss = self.pipeline.homes[step.loss]
         self._counts = self._find_counts() if step.rows else None
-        kept = self.pipeline.kept | {self._loss, *([self._counts] if self._counts else [])}
+        kept = {*one.executor.program.outputs, self._loss, *([self._counts] if self._counts else [])}
         names = tuple(one.executor.store.trainable)
         self._run = Run(one.executor, tuple(one.inputs), names, kept, once=True, micro_batch=number)
         self._parts = self._run.begin(list(one.inputs.values()))
         self._run.reached = one.executor.program.reached({self._loss})
+        self._run.last_reads = self.pipeline.last_reads
         self._grads = SlotParts(one.executor.transport, one.executor.recorder)
         self._run.go_forward(self.pipeline.arrivals, self._parts, record=True)
 
@@ -280,7 +281,8 @@ class _Pipelined:
 
     def forward(self, stage: int) -> None:
         """One stage forward."""
-        self._run.go_forward(self.pipeline.stages[stage].forward, self._parts, record=True)
+        for own in self.pipeline.stages[stage : stage + 1]:  # one of another size may have fewer
+            self._run.go_forward(own.forward, self._parts, record=True)
 
     def weigh(self) -> Tensor | None:
         """Begin to go back from the loss; its weight, where it is made in this process."""
@@ -299,7 +301,8 @@ class _Pipelined:
 
     def backward(self, stage: int, sums: Gradients) -> None:
         """One stage backward."""
-        self._run.go_backward(self.pipeline.stages[stage].backward, self._grads, sums, self._last)
+        for own in self.pipeline.stages[stage : stage + 1]:
+            self._run.go_backward(own.backward, self._grads, sums, self._last)
         self._run.take_slices(self._grads, sums)
 
     def deliver(self) -> None:
@@ -325,13 +328,13 @@ def run_pipeline(step: LossInside) -> tuple[dict[str, Tensor | None], list[list[
     last = step.executor
     transport, sums = last.transport, Gradients(last.store, last.transport, last.recorder)
     own = [_Pipelined(one, number, step) for number, one in enumerate(step.micro_batches)]
-    stages, weights = len(own[0].pipeline.stages), dict[int, Tensor]()
+    last_stage, weights = max(action.stage for action in step.actions), dict[int, Tensor]()
     for action in step.actions:
         one = own[action.micro_batch]
         if action.forward:
             one.forward(action.stage)
             continue
-        if action.stage == stages - 1 and (weight := one.weigh()) is not None:
+        if action.stage == last_stage and (weight := one.weigh()) is not None:
             weights[action.micro_batch] = weight
         one.backward(action.stage, sums)
         transport.free_earlier()

@@ -75,8 +75,9 @@ class Parts:
         """The order of pipeline stages, which all processes follow; empty where micro-batches go one by one."""
         if schedule == SCHEDULES[0]:
             return ()
-        numbers = self.executor.pipeline.numbers
-        return merged(orders(schedule, len(numbers.groups), numbers.count, len(self.micro_batches)))
+        numbers = [one.executor.pipeline.numbers for one in self.micro_batches]
+        stages = max(one.count for one in numbers)
+        return merged(orders(schedule, len(numbers[0].groups), stages, len(self.micro_batches)))
 
 
 def parts_of(

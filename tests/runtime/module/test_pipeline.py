@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from parplan.plan import STATES
-from tests.runtime.pipeline_cases import Staging, Tower, decoder_in_stages, on_ranks, trained
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import STATES, Plan, Strategy
+from tests.runtime.helpers import planner
+from tests.runtime.pipeline_cases import Crossed, Staging, Tower, decoder_in_stages, on_ranks, trained
 from tests.runtime.ranks import run_case
 
 
@@ -28,9 +32,27 @@ def test_replays_and_tied_weights() -> None:
     trained(Staging(2, 2, 4, saved="replay"), 8, lambda: Tower(tied=True))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_cut(seed: int) -> None:
     trained(Staging(3, 3, 3, ("1f1b", "gpipe")[seed % 2], seed=seed), 9)
+
+
+class Crossing(Staging):
+    """Layers that read a value on their own device in another order than that of their stages."""
+
+    def plan(self, graph: LayerGraph) -> Plan:
+        chosen = {name: Strategy(devices=(int(name in ("a", "c")),)) for name in graph.layers}
+        return replace(planner(chosen, 2, micro_batches=self.micro_batches)(graph), schedule=self.schedule)
+
+
+def test_stages_in_another_order_than_their_layers() -> None:
+    trained(Crossing(2, 2, 4, seed=0), 8, Crossed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_layer_anywhere(seed: int) -> None:
+    schedule = ("1f1b", "gpipe")[seed % 2]
+    trained(Staging(2, 2 + 2 * (seed % 3 == 0), 4, schedule, seed=seed, scattered=True), 8, Crossed, steps=2)
 
 
 def test_uneven_micro_batches() -> None:
