@@ -152,7 +152,8 @@ def _taken(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tu
     step_s, before = found.proof.objective, found.proof.simpler
     fastest_s = step_s if before is None else before.fastest_s
     simplest = None
-    if request.plan is None and not request.pins and request.scheme in ("auto", "gather"):
+    decided = request.plan is not None or request.pins or (request.stages or 1) > 1
+    if not decided and request.scheme in ("auto", "gather"):
         alone = not request.started_ranks
         legal = [one for one in by_hand if (alone or one.name != ONE) and _is_legal(one, graph, request.rules)]
         simplest = plan_by_hand(legal, fastest_s, request.tolerance)

@@ -11,7 +11,7 @@ import numpy as np
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
-from parplan.plan import SAVED, STATES, Plan, Strategy
+from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Strategy
 from parplan.planner.decision import Baseline
 from parplan.planner.search_space.formulation import Formulation, reassembled
 from parplan.planner.search_space.options import Option, node_parts
@@ -178,7 +178,7 @@ def _baseline(
     choice = [own[k] for own, k in zip(kept, solution.choice, strict=True)]
     found = evaluate(problem, choice)
     layers = formulation.strategies(choice)
-    own_plan = replace(plan, layers=layers, rules="default")
+    own_plan = replace(plan, layers=layers, rules="default", schedule=SCHEDULES[0])
     # Alone a device has no transfers, and the costs of several devices would have its inputs arrive from all of them.
     peaks = None if habit.alone else costs.peaks(layers)
     peaks = peaks or formulation.device_peaks(formulation.choice(layers), cluster.count)

@@ -19,8 +19,8 @@ from math import inf
 
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import stages
-from parplan.plan import Plan, Scheme
-from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES, Proof, Simpler
+from parplan.plan import SCHEDULES, Plan, Scheme
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES, STAGES, Proof, Simpler
 from parplan.planner.search.baselines import baselines
 from parplan.planner.search.branches import Branch, averaged, foldable, sections
 from parplan.planner.search.context import EXACT, SIMULATED, fits, plain, shape_of
@@ -29,6 +29,7 @@ from parplan.planner.search.fitting import fitting, lacking
 from parplan.planner.search.formulations import Bound, Formulations, OutOfTime
 from parplan.planner.search.schemes import no_updates, schemes_of, shapes, updates_lost
 from parplan.planner.search.simpler import Candidate, differences, simplest
+from parplan.planner.search.stages import least_work_s
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
@@ -121,12 +122,11 @@ class _Run:
         self.covered: list[str] = []
         self.without_s: float | None = None
         self.below_s = self.limit_s = below_s
-        self.uneven = False
+        self.uneven = self.nothing_fits = False
         self.unfit: tuple[float, Candidate] | None = None  # bytes it lacks
         self.first: tuple[Formulation, Solution] | None = None
         self.undecided: tuple[Formulation, Solution] | None = None
         self.bounds: dict[Shape, Bound] = {}
-        self.nothing_fits = False
         self.left_out = False  # phases of branches that are neither tried nor bounded
 
     @property
@@ -389,6 +389,8 @@ class _Run:
         if best.objective_s > exact_s:  # that of the plan alone may be less
             own_s = min(best.objective_s, self.case.objective_s(best.plan))
             bound_s -= own_s - best.step_s if own_s > exact_s else 0.0
+        if best.plan.schedule != SCHEDULES[0]:  # T and its bound are of micro-batches one by one
+            bound_s, self.covered = least_work_s(best.formulation, self.case.cluster.count), [STAGES]
         gap = max(0.0, (best.step_s - bound_s) / best.step_s) if best.step_s > 0 else 0.0
         return Proof(
             (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value, best.step_s, bound_s, gap,

@@ -243,7 +243,8 @@ def _crossing_s(graph: LayerGraph, case: Case, layers: Mapping[str, Strategy], e
         if last > order[maker]:
             given = graph.layers[maker].layout(value, layers[maker])
             there = replace(layers[maker], devices=tuple(device + each for device in layers[maker].devices))
-            cost = case.costs.transfer(graph.values[value], given, graph.layers[maker].layout(value, there))
+            wanted = replace(graph.layers[maker].layout(value, there), partial=False)
+            cost = case.costs.transfer(graph.values[value], given, wanted)
             changes[order[maker] + 1] += cost.forward_s + cost.backward_s
             changes[last + 1] -= cost.forward_s + cost.backward_s
     return list(accumulate(changes))[: len(order)]

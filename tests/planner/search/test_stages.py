@@ -79,6 +79,18 @@ def test_taken_where_memory_is_short_and_links_are_slow() -> None:
     assert ", stages" in text
 
 
+def test_stages_that_are_asked_for_are_kept() -> None:
+    """Where one device alone is the fastest plan, stages that were asked for are kept."""
+    batch = torch.randn(256, 1024), torch.randn(256, 1024)
+    found = analyze(Chain([1024] * 9), batch, **{**SLOW, "gpus": "2x2"}, stages=2)
+    assert {own.devices[0] // 2 for own in found.plan.layers.values()} == {0, 1}
+    again = analyze(Chain([1024] * 9), batch, **{**SLOW, "gpus": "2x2"}, plan=found.plan)
+    assert again.prediction.step_s == pytest.approx(found.prediction.step_s)
+    assert again.prediction.memory_bytes == found.prediction.memory_bytes
+    assert again.proof.bound < again.prediction.step_s
+    assert {one.plan.schedule for one in found.baselines if one.plan is not None} == {"serial"}
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_ends_of_stages_against_every_cut(seed: int) -> None:
     random = Random(seed)
