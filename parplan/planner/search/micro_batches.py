@@ -260,12 +260,14 @@ class _Counts:
         if why:
             return
         least_s = inf if self.best is None else self.best.found.proof.bound
-        for count in (n for n in self.doubled if n * self._whole > 1):
+        for count in self.doubled:
             search = self._searches.get(count) or self._search(count, self.ways, alike=True)
             if search is None or self._case.deadline.over():
                 break
             case, below_s = search.case, self.best.fastest_s if self.best is not None else inf
             least_s = min(least_s, least_work_s(search.one_pass(), case.cluster.count))
+            if count * self._whole == 1:
+                continue  # no pipeline, and what its plans take at least
             staged = fastest_in_stages(search, below_s, groups)
             if staged is None:
                 continue

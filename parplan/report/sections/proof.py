@@ -157,7 +157,7 @@ def conditions(decision: Decision) -> list[str]:
     proof, wants = decision.proof, list[str]()
     covered = proof.covered
     if STAGES in covered:
-        return wants  # the bound is of all plans
+        return ["has as many micro-batches"] * proof.given  # else the bound is of all plans
     if decision.cluster.count > 1 and ANY_BLOCK not in covered:
         wants.append("has its layers on the first devices")
     in_passes = any(one.startswith((Scheme.BROADCAST.value, Scheme.INTERLEAVE.value)) for one in covered)
