@@ -312,9 +312,12 @@ class _Pipelined:
     def finish(self) -> list[Tensor | None]:
         """Keep the results; gradients of the inputs."""
         place, program = self._executor.deliver_from, self._executor.program
-        self._step.keep([self._parts.get(slot)[place] for slot in program.outputs])
+        results = [self._parts.get(slot)[place] for slot in program.outputs]
         given = self._run.input_gradients(self._grads)
         self._run.finish(self._parts)
+        for tensor in results:
+            self._executor.transport.used_here(tensor)
+        self._step.keep(results)
         return given
 
 
@@ -344,10 +347,11 @@ def run_pipeline(step: LossInside) -> tuple[dict[str, Tensor | None], list[list[
     of_inputs = [one.finish() for one in own]
     maker = last.program.slots[own[-1].pipeline.homes[step.loss]].devices[0]
     place = transport.physical(last.deliver_from)
-    known = [weights[number].to(place) for number in sorted(weights)] or [torch.zeros((), dtype=torch.float64)] * len(
-        own
-    )
-    told = transport.gather_tensors("the weights of micro-batches", torch.stack(known).to(place))
+    for weight in weights.values():
+        transport.used_here(weight)
+    known = [weights[number].to(place) for number in sorted(weights)]  # in the process that makes the loss
+    stacked = torch.stack(known) if known else torch.zeros(len(own), dtype=torch.float64, device=place)
+    told = transport.gather_tensors("the weights of micro-batches", stacked)
     step.weights += told[maker if transport.processes > 1 else 0].unbind()
     found = sums.totals(tuple(last.store.trainable), own=True)
     transport.ready_on(last.deliver_from)
@@ -425,5 +429,7 @@ class _StepWithLoss(torch.autograd.Function):
         if transport.processes > 1:  # known to be the same in all, which each tensor in blocks would ask again
             number = factor.item()
             return (None, None, None, *(one if one is None or number == 1 else one.mul_(number) for one in found))
+        transport.show()  # the streams of autograd's thread see what the forward has seen
         given = [None if one is None else one.mul_(factor.to(one.dtype).to(one.device)) for one in found]
+        transport.ready_on(step.executor.deliver_from)
         return (None, None, None, *given)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parplan.runtime.execution import dispatch
 from parplan.runtime.execution.program_function import ProgramFunction
+from parplan.runtime.execution.staged_run import _StepWithLoss
 from parplan.runtime.module import functional
 from parplan.runtime.transport.streams import Streams
 from tests.runtime.stream_order.autograd import Engine, label
@@ -224,7 +225,15 @@ def _read_by_host(machine: Machine, func: Any, tensor: Tensor, *args: Any, **kwa
     return func(tensor, *args, **kwargs)
 
 
+def _tensor(machine: Machine, func: Any, data: Any, *args: Any, device: Device = None, **kwargs: Any) -> Tensor:
+    """Numbers of the host, copied to the device."""
+    made: Tensor = func(data, *args, **kwargs)
+    place = CPU if device is None else machine.named(device)
+    return machine.move(made, place, False) if place.type == "cuda" else made
+
+
 _OWN: dict[Any, Callable[..., Any]] = {
+    torch.tensor: _tensor,
     vars(torch._C.TensorBase)["device"].__get__: _device,
     vars(torch._C.TensorBase)["is_cuda"].__get__: _is_cuda,
     Tensor.is_pinned: _is_pinned,
@@ -378,12 +387,15 @@ def installed(machine: Machine) -> Iterator[None]:
         stack.enter_context(_Devices(machine))
         return stack
 
-    def call(*args: Any) -> Any:
-        results = plain_call(*args)  # type: ignore[no-untyped-call]
-        for tensor in results:
-            if tensor.grad_fn is not None:
-                label(machine, tensor)
-        return results
+    def labelled(plain_call: Callable[..., Any]) -> Any:
+        def call(*args: Any) -> Any:
+            results = plain_call(*args)
+            for tensor in results:
+                if tensor.grad_fn is not None:
+                    label(machine, tensor)
+            return results
+
+        return staticmethod(call)
 
     def streams(self: Streams, devices: Sequence[torch.device]) -> None:
         plain_streams(self, devices)
@@ -398,7 +410,7 @@ def installed(machine: Machine) -> Iterator[None]:
 
         plain_hooks(self, pack, unpack_hook)
 
-    plain_call, plain_streams, plain_hooks = ProgramFunction.apply, Streams.__init__, saved_tensors_hooks.__init__
+    plain_streams, plain_hooks = Streams.__init__, saved_tensors_hooks.__init__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", stream_class)
         patch.setattr(torch.cuda, "Event", event_class)
@@ -408,7 +420,8 @@ def installed(machine: Machine) -> Iterator[None]:
         patch.setattr(
             torch.autograd, "_engine_run_backward", Engine(machine, vars(torch.autograd)["_engine_run_backward"], modes)
         )
-        patch.setattr(ProgramFunction, "apply", staticmethod(call), raising=False)
+        for function_class in (ProgramFunction, _StepWithLoss):
+            patch.setattr(function_class, "apply", labelled(function_class.apply), raising=False)
         patch.setattr(Tensor, "record_stream", record_stream)
         patch.setattr(Streams, "__init__", streams)
         patch.setattr(saved_tensors_hooks, "__init__", hooks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,18 @@ class Written(nn.Module):
         y: Tensor = self.linear(x) * self.get_buffer("scale")
         self.get_buffer("largest").copy_(y.detach().amax(0))
         return y
+
+
+class LossInside(nn.Module):
+    """A net that gives its loss where it is given targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        found: Tensor = self.net(x)
+        return found if y is None else mean_square(found, y)
 
 
 @dataclass(frozen=True)
@@ -225,6 +237,15 @@ def forward_beside(model: nn.Module, x: Tensor, y: Tensor, optimizer: torch.opti
     return loss.detach()
 
 
+def inside(model: nn.Module, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    """The model makes the loss."""
+    loss: Tensor = model(x * 2, y * 1)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def staged(model: nn.Module, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
     assert isinstance(model, Compiled)
     return model.train_step(x * 2, y, mean_square, optimizer)
@@ -262,6 +283,11 @@ def halves(graph: LayerGraph) -> Plan:
     names = list(graph.layers)
     chosen = {name: Strategy(1, 1, None, (1 if number >= 2 else 0,)) for number, name in enumerate(names)}
     return Plan(graph.model, graph.fingerprint, graph.batch or 1, 2, chosen)
+
+
+def in_micro_batches(plan: Planner, schedule: str) -> Planner:
+    """Four of them where the model is trained."""
+    return lambda graph: replace(plan(graph), **({"micro_batches": 4, "schedule": schedule} if graph.training else {}))
 
 
 def by_branch(graph: LayerGraph) -> Plan:
@@ -319,6 +345,18 @@ TRAININGS: dict[str, Training] = {
     "one norm on two logical devices": Training(halves, (A, A), net=NormedTwice, step=dropped),
     "a written buffer": Training(DATA, net=Written, home=B),
     "redundant": Training(planner(spread_all(2), 2), net=Written, step=dropped),
+    "micro-batches": Training(in_micro_batches(DATA, "serial"), net=LossInside, step=inside),
+    "stages": Training(in_micro_batches(halves, "1f1b"), net=LossInside, step=inside),
+    "stages on one": Training(in_micro_batches(halves, "1f1b"), (A, A), net=LossInside, step=inside),
+    "stages, copies": Training(
+        in_micro_batches(halves, "gpipe"),
+        (B, A),
+        net=LossInside,
+        home=B,
+        streams=(0, 1),
+        options={"output_device": A},
+        step=inside,
+    ),
     "forward again": Training(replaying(spread(2, "data"), 2), step=dropped),
     "forward again, copies": Training(
         replaying(spread(2, "out-features"), 2),
