@@ -132,9 +132,7 @@ def run_micro_batches(
         results = run.forward(list(one.inputs.values()), record=True)
         run.end()
         of_inputs.append(run.go_back(loss(number, results), sums, last=number + 1 == len(micro_batches)))
-    found = sums.totals(names, own=True)
-    last.transport.ready_on(last.deliver_from)
-    return found, of_inputs
+    return sums.totals(names, own=True), of_inputs
 
 
 @dataclass(eq=False)
@@ -312,12 +310,9 @@ class _Pipelined:
     def finish(self) -> list[Tensor | None]:
         """Keep the results; gradients of the inputs."""
         place, program = self._executor.deliver_from, self._executor.program
-        results = [self._parts.get(slot)[place] for slot in program.outputs]
+        self._step.keep([self._parts.get(slot)[place] for slot in program.outputs])
         given = self._run.input_gradients(self._grads)
         self._run.finish(self._parts)
-        for tensor in results:
-            self._executor.transport.used_here(tensor)
-        self._step.keep(results)
         return given
 
 
@@ -353,9 +348,7 @@ def run_pipeline(step: LossInside) -> tuple[dict[str, Tensor | None], list[list[
     stacked = torch.stack(known) if known else torch.zeros(len(own), dtype=torch.float64, device=place)
     told = transport.gather_tensors("the weights of micro-batches", stacked)
     step.weights += told[maker if transport.processes > 1 else 0].unbind()
-    found = sums.totals(tuple(last.store.trainable), own=True)
-    transport.ready_on(last.deliver_from)
-    return found, of_inputs
+    return sums.totals(tuple(last.store.trainable), own=True), of_inputs
 
 
 def run_with_loss(step: LossInside, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -429,7 +422,6 @@ class _StepWithLoss(torch.autograd.Function):
         if transport.processes > 1:  # known to be the same in all, which each tensor in blocks would ask again
             number = factor.item()
             return (None, None, None, *(one if one is None or number == 1 else one.mul_(number) for one in found))
-        transport.show()  # the streams of autograd's thread see what the forward has seen
         given = [None if one is None else one.mul_(factor.to(one.dtype).to(one.device)) for one in found]
         transport.ready_on(step.executor.deliver_from)
         return (None, None, None, *given)

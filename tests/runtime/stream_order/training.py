@@ -287,7 +287,11 @@ def halves(graph: LayerGraph) -> Plan:
 
 def in_micro_batches(plan: Planner, schedule: str) -> Planner:
     """Four of them where the model is trained."""
-    return lambda graph: replace(plan(graph), **({"micro_batches": 4, "schedule": schedule} if graph.training else {}))
+
+    def several(graph: LayerGraph) -> Plan:
+        return replace(plan(graph), micro_batches=4, schedule=schedule) if graph.training else plan(graph)
+
+    return several
 
 
 def by_branch(graph: LayerGraph) -> Plan:
@@ -346,6 +350,15 @@ TRAININGS: dict[str, Training] = {
     "a written buffer": Training(DATA, net=Written, home=B),
     "redundant": Training(planner(spread_all(2), 2), net=Written, step=dropped),
     "micro-batches": Training(in_micro_batches(DATA, "serial"), net=LossInside, step=inside),
+    "micro-batches, the loss outside": Training(
+        in_micro_batches(DATA, "serial"),
+        (B, A),
+        home=B,
+        streams=(0, 1),
+        options={"output_device": A},
+        exact=False,
+        step=staged,
+    ),
     "stages": Training(in_micro_batches(halves, "1f1b"), net=LossInside, step=inside),
     "stages on one": Training(in_micro_batches(halves, "1f1b"), (A, A), net=LossInside, step=inside),
     "stages, copies": Training(
