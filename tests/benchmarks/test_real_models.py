@@ -92,7 +92,7 @@ def test_differences_are_relative_and_of_own_samples() -> None:
 
 @pytest.mark.full
 def test_every_kind_of_plan_trains_as_the_plain_model() -> None:
-    with Workers(2) as workers:
+    with Workers(2, collective_s=120.0) as workers:
         for kind in KINDS:
             outcome = workers.run(run_case, DECODER, kind)
             assert outcome.verdict is Verdict.RIGHT, f"{kind}: {outcome.text}"
