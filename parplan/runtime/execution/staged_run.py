@@ -288,11 +288,10 @@ class _Pipelined:
         device = slots[self._loss].devices[0]
         if device not in transport.owned:
             return None
-        counted = None
-        if self._counts is not None:
-            counted = self._parts.get(self._counts)[device][..., -1].to(torch.float64).sum()
-        loss = self._parts.get(self._loss)[device]
+        loss, counts = (None if slot is None else self._parts.get(slot)[device] for slot in (self._loss, self._counts))
+        assert loss is not None  # this device makes it
         with transport.on(device):
+            counted = None if counts is None else counts[..., -1].to(torch.float64).sum()
             weight = self._step.weight(self._number, loss, counted)
             self._grads.put(self._loss, device, weight.to(loss.dtype).expand_as(loss))
         return weight
