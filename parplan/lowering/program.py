@@ -8,7 +8,7 @@ wait for a message that another one will only send after it has received one its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -23,7 +23,7 @@ from parplan.plan import LISTED_DEVICES, Scheme, Strategy
 
 __all__ = [
     "Assembly", "Bucket", "Code", "Compute", "Exchange", "Forward", "Join", "Messages", "OnePass", "Operand", "Program",
-    "Reduce", "Regather", "Slot", "Split", "Staged", "State", "Step", "Transfer", "shape_of",
+    "Reduce", "Regather", "Slot", "Split", "Staged", "State", "Step", "Transfer", "last_reads", "shape_of",
 ]  # fmt: skip
 
 
@@ -366,6 +366,15 @@ class Program:
         forward = [f"  {step.text()}" for step in self.forward]
         backward = [f"  {_back_text(step)}" for step in self.backward]
         return "\n".join(["forward:", *forward, "backward:", *backward, ""])
+
+
+def last_reads(steps: Sequence[Forward], kept: Collection[str] = ()) -> Mapping[int, Sequence[str]]:
+    """Per step (by its id), the slots that no later one reads; without those that are kept."""
+    found: dict[int, list[str]] = {id(step): [] for step in steps}
+    for slot, last in {slot: id(step) for step in steps for slot in step.reads}.items():
+        if slot not in kept:
+            found[last].append(slot)
+    return found
 
 
 def _back_text(step: Step) -> str:

@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from examples.gpt2 import GPT2, Sizes
 from parplan.api import analyze
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.roofline import RooflineCosts
@@ -23,9 +21,9 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import unit_of
 from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Strategy
-from parplan.runtime.measurement.peak_memory import step_peak
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner, spread
+from tests.runtime.slice_cases import Decoder, trained_in_less_memory
 
 __all__ = ["Crossed", "Staging", "Tower", "decoder_in_stages", "on_ranks", "tokens", "trained"]
 
@@ -199,49 +197,14 @@ def on_ranks(rank: int, ranks: int) -> None:
 # ---- a model that does not fit ---------------------------------------------------------------------------------------
 
 
-class Decoder(nn.Module):
-    """A small GPT-2 with its loss inside, on [sentences, 17] tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = GPT2(Sizes(layers=4, width=64, heads=2, tokens=64, positions=16)).double()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return functional.cross_entropy(self.net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def decoder_in_stages(rank: int, ranks: int) -> None:
-    """Replicas need 2.5 times the memory there is: stages are planned that fit, take what is predicted, and train as
-    the plain model does."""
-    torch.manual_seed(0)
-    net, samples = Decoder(), 16 * ranks
-    plain = copy.deepcopy(net)
-    batches = [torch.randint(64, (samples, 17)) for _ in range(4)]
-    graph, cluster = capture(net, (batches[0],)), this_cluster(ranks, torch.device("cpu"))
+def decoder_in_stages(ranks: int) -> Callable[[int, int], None]:
+    """Replicas need 2.5 times the memory there is: stages that fit are planned, for all ranks at once. The case that
+    trains them."""
+    net, words = Decoder(layers=4), torch.randint(64, (16 * ranks, 17))
+    graph, cluster = capture(net, (words,)), this_cluster(ranks, torch.device("cpu"))
     replicas = {name: spread(ranks, "data")(layer) for name, layer in graph.layers.items()}
-    limit_bytes = int(max(RooflineCosts(graph, cluster).peaks(replicas)) / 2.5)
-    small = cluster.with_memory(limit_bytes)
-    analysis = analyze(net, batches[0], cluster=small, micro_batches=8, stages=ranks)
+    small = cluster.with_memory(int(max(RooflineCosts(graph, cluster).peaks(replicas)) / 2.5))
+    analysis = analyze(net, words, cluster=small, micro_batches=8, stages=ranks)
     assert analysis.plan.schedule in SCHEDULES[1:]
     assert len(stage_numbers(graph, analysis.plan.layers).groups) == ranks
-    model = Compiled(net, lambda _: analysis.plan)
-    optimizers = [torch.optim.AdamW(own.parameters(), lr=0.01) for own in (model, plain)]
-
-    def step(own: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, norms: list[Tensor]) -> None:
-        optimizer.zero_grad()
-        own(tokens).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(own.parameters(), 0.5).detach())
-        optimizer.step()
-
-    peaks = []
-    for tokens in batches:
-        part, norms = tokens.tensor_split(ranks)[rank].clone(), list[Tensor]()
-        held = [*net.parameters(), *(t for s in optimizers[0].state.values() for t in s.values()), part]
-        optimizers[0].zero_grad()
-        peaks.append(step_peak(partial(step, model, optimizers[0], part, norms), held).peak_bytes)
-        step(plain, optimizers[1], tokens, norms)
-        torch.testing.assert_close(*norms, rtol=1e-9, atol=1e-12)
-        state = model.state_dict()
-        for name, tensor in plain.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-10)
-    assert max(peaks[1:]) == pytest.approx(analysis.prediction.memory_bytes[rank], rel=0.1)
+    return partial(trained_in_less_memory, analysis.plan, analysis.prediction.memory_bytes, layers=4)

@@ -26,7 +26,7 @@ from parplan.runtime.sharded_state.sharded_tensor import local_tensor
 from tests.runtime.helpers import Planner, Rule, planner, spread
 from tests.runtime.micro_batch_cases import Rows, by_train_step
 
-__all__ = ["decoder_in_less_memory", "on_ranks", "sharded", "trained"]
+__all__ = ["Decoder", "decoder_in_less_memory", "on_ranks", "sharded", "trained", "trained_in_less_memory"]
 
 
 def sharded(rule: Rule, state: str = "sharded") -> Rule:
@@ -103,9 +103,9 @@ def on_ranks(rank: int, ranks: int) -> None:
 class Decoder(nn.Module):
     """A small GPT-2 with its loss inside, on [sentences, 17] tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 1) -> None:
         super().__init__()
-        self.net = GPT2(Sizes(layers=1, width=64, heads=2, tokens=64, positions=16)).double()
+        self.net = GPT2(Sizes(layers=layers, width=64, heads=2, tokens=64, positions=16)).double()
 
     def forward(self, tokens: Tensor) -> Tensor:
         return functional.cross_entropy(self.net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -126,10 +126,10 @@ def decoder_in_less_memory(ranks: int) -> Callable[[int, int], None]:
     return partial(trained_in_less_memory, analysis.plan, analysis.prediction.memory_bytes)
 
 
-def trained_in_less_memory(plan: Plan, predicted_bytes: Sequence[int], rank: int, ranks: int) -> None:
+def trained_in_less_memory(plan: Plan, predicted_bytes: Sequence[int], rank: int, ranks: int, layers: int = 1) -> None:
     """The plan takes what is predicted, and trains as the plain model does."""
     torch.manual_seed(0)
-    net, samples = Decoder(), 16 * ranks
+    net, samples = Decoder(layers), 16 * ranks
     plain = copy.deepcopy(net)
     batches = [torch.randint(64, (samples, 17)) for _ in range(5)]
     model = Compiled(net, lambda _: plan)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from parplan.graph.layer_graph import LayerGraph
-from parplan.lowering.program import Compute, Forward, Program, Reduce, Regather, Step, Transfer
+from parplan.lowering.program import Compute, Forward, Program, Reduce, Regather, Step, Transfer, last_reads
 from parplan.plan import Strategy
 
 __all__ = ["Pipeline", "PipelineStage", "StageNumbers", "pipeline", "stage_numbers"]
@@ -153,15 +153,11 @@ def pipeline(graph: LayerGraph, program: Program) -> Pipeline:
             if transfer.target in readers:
                 backward[readers[transfer.target]].append(back)
     every = [*arrivals, *chain.from_iterable(forward), *deliveries]
-    last = {slot: id(step) for step in every for slot in step.reads}
-    last_reads: dict[int, list[str]] = {id(step): [] for step in every}
-    for slot, step_id in last.items():
-        last_reads[step_id].append(slot)
     return Pipeline(
         numbers,
         tuple(arrivals),
         tuple(PipelineStage(tuple(ahead), tuple(back)) for ahead, back in zip(forward, backward, strict=True)),
         tuple(deliveries),
         tuple(homes.get(slot, slot) for slot in program.outputs),
-        last_reads,
+        last_reads(every),
     )

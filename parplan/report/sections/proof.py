@@ -15,7 +15,7 @@ from parplan.planner.decision import (
     Decision,
     Proof,
     Seconds,
-)  # fmt: skip
+)
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
 

@@ -15,7 +15,7 @@ from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid
 from parplan.lowering.pipeline.stages import Pipeline, pipeline
-from parplan.lowering.program import Compute, Program, Transfer
+from parplan.lowering.program import Compute, Program, Transfer, last_reads
 from parplan.runtime.compat import writes
 from parplan.runtime.execution.buffer_sync import BufferBroadcast
 from parplan.runtime.execution.dispatch import Dispatch, Inline
@@ -85,11 +85,7 @@ class Executor:
         self._written = {id(step): written_buffers(graph, step) for step in program.computes}
         self._statistics = frozenset[str]().union(*self._written.values())
         self._changing = frozenset(program.updates) | graph.numbers.keys()
-        last = {slot: id(step) for step in program.forward for slot in step.reads}
-        last_reads: dict[int, list[str]] = {id(step): [] for step in program.forward}
-        for slot in last.keys() - {*program.outputs, *program.updates.values()}:
-            last_reads[last[slot]].append(slot)
-        self.last_reads: Mapping[int, Sequence[str]] = last_reads
+        self.last_reads = last_reads(program.forward, {*program.outputs, *program.updates.values()})
         self.several_results = len({name for name in program.outputs if program.slots[name].requires_grad}) > 1
         self._state_results: frozenset[int] | None = None
         self._aliases: weakref.ref[ParameterAliases] | None = None

@@ -66,4 +66,4 @@ def test_on_ranks(ranks: int) -> None:
 
 @pytest.mark.full
 def test_a_decoder_in_stages() -> None:
-    run_case(decoder_in_stages, 2)
+    run_case(decoder_in_stages(2), 2)
