@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from parplan.errors import ClusterError
 
-__all__ = ["MOST_DEVICES", "Cluster", "Device", "DeviceGroup", "Link"]
+__all__ = ["MOST_DEVICES", "AllReduces", "Cluster", "Device", "DeviceGroup", "Link"]
 
 # Every layer has a strategy for each divisor of each number of devices: a minute for 64, hours far beyond.
 MOST_DEVICES = 1024
@@ -46,6 +46,30 @@ class Device:
 
 
 @dataclass(frozen=True)
+class AllReduces:
+    """Measured all-reduces over all devices of so many hosts.
+
+    Args:
+        hosts: how many, at least 2.
+        nbytes: of each device's tensor, ascending.
+        bytes_per_s: bus bandwidth of each: 2 (n - 1) / n of the bytes, for n devices, over the seconds.
+    """
+
+    hosts: int
+    nbytes: tuple[int, ...]
+    bytes_per_s: tuple[float, ...]
+
+    def line(self, devices: int) -> tuple[float, float]:
+        """Seconds that every message takes, and bytes per second beside those, through the smallest and the largest."""
+        moved = [2 * (devices - 1) / devices * nbytes for nbytes in (self.nbytes[0], self.nbytes[-1])]
+        least_s, most_s = moved[0] / self.bytes_per_s[0], moved[1] / self.bytes_per_s[-1]
+        if len(self.nbytes) == 1 or most_s <= least_s:
+            return 0.0, self.bytes_per_s[-1]
+        rate = (moved[1] - moved[0]) / (most_s - least_s)
+        return max(0.0, least_s - moved[0] / rate), rate
+
+
+@dataclass(frozen=True)
 class Link:
     """One level of links, one direction per device.
 
@@ -62,6 +86,8 @@ class Link:
             sends new weights back, as that half comes after the update.
         pair: share of the bandwidth that one pair gets: 1 behind a switch, less in a mesh, where each has own wires.
         slowdown: of the seconds that a gradient reduction runs beside the backward pass, the share that this loses.
+        measured: all-reduces over all devices of so many hosts (domains of the level below), which sums and gathers of
+            weights are priced by, in place of latency and bandwidth.
     """
 
     name: str
@@ -74,6 +100,7 @@ class Link:
     overlap: float = 1.0
     pair: float = 1.0
     slowdown: float = 0.0
+    measured: tuple[AllReduces, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -275,8 +275,10 @@ class CostModel(Protocol):
     def memory_over_step(self, strategies: Mapping[str, Strategy]) -> IntArray | None:
         """Bytes by point of the step and device (memory/plan_peaks.py); None where peaks are not known either."""
 
-    def memory_by_layer(self, strategies: Mapping[str, Strategy], point: int, device: int) -> Mapping[str, int]:
-        """Bytes of that on one device at one point, by the layer that has them."""
+    def memory_by_layer(
+        self, strategies: Mapping[str, Strategy], points: Sequence[int], device: int
+    ) -> Sequence[Mapping[str, int]]:
+        """Bytes of that on one device at some points, by the layer that has them."""
 
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
         """Cost of changing `value` from one layout to another."""

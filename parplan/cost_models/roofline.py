@@ -8,7 +8,7 @@ the largest part is priced once for each kind of device that has a part, and the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -163,9 +163,11 @@ class RooflineCosts:
         """Bytes by point of the step and device of a whole plan in one pass, transfers included."""
         return memory_over_step(self.memory_model, self._lowered(strategies))
 
-    def memory_by_layer(self, strategies: Mapping[str, Strategy], point: int, device: int) -> dict[str, int]:
-        """Bytes of that on one device at one point, by the layer that has them."""
-        return memory_by_layer(self.memory_model, self._lowered(strategies), point, device)
+    def memory_by_layer(
+        self, strategies: Mapping[str, Strategy], points: Sequence[int], device: int
+    ) -> list[dict[str, int]]:
+        """Bytes of that on one device at some points, by the layer that has them."""
+        return memory_by_layer(self.memory_model, self._lowered(strategies), points, device)
 
     def _lowered(self, strategies: Mapping[str, Strategy]) -> Program:
         """The program of a plan; the last one is kept, as its peaks and who has them are asked for in turn."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log
 
 import numpy as np
 
@@ -101,6 +102,14 @@ class Topology:
                 crossing = rings if level.domain > 1 else 1
                 fewest = int(members.min())
                 share = min(fewest * level.link.bandwidth_bytes_per_s, level.uplink_bytes_per_s / crossing)
+                if (
+                    level.link.measured
+                ):  # of as many hosts, or those nearest to it; rings that cross share what one gets
+                    nearest = min(level.link.measured, key=lambda own: abs(log(own.hosts / domains)))
+                    every_s, bandwidth = nearest.line(nearest.hosts * level.domain)
+                    latency_s += every_s
+                    rate = min(rate, bandwidth / crossing)
+                    continue
                 if joined == 1 and level.domain == 1:  # in one mesh: as many parallel rings as a device has neighbours
                     share = min(share, (n - 1) * level.link.pair * level.link.bandwidth_bytes_per_s)
                 rate = min(rate, share)

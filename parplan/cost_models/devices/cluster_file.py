@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parplan.cluster import MOST_DEVICES, Cluster, Device, Link
+from parplan.cluster import MOST_DEVICES, AllReduces, Cluster, Device, Link
 from parplan.cost_models.devices.presets import device_preset, link_preset
 from parplan.errors import ClusterError
 from parplan.fields import Field, count, flag, number, parse_toml, read_fields, read_file, table, text
@@ -36,13 +36,23 @@ T = TypeVar("T")
 _words = partial(text, pattern=r".*\S.*", expected="a text in quotes that is not empty")
 
 
-def _tables(name: str) -> Field:
+def _tables(name: str, inside: str = "") -> Field:
     def read(value: Any) -> list[Mapping[str, Any]]:
         if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
             raise TypeError
         return value
 
-    return Field(name, f"a list of tables; begin each with [[{name}]]", read, required=False)
+    return Field(name, f"a list of tables; begin each with [[{inside}{name}]]", read, required=False)
+
+
+def _ascending(name: str, meaning: str) -> Field:
+    def read(value: Any) -> tuple[float, ...]:
+        known = [one for one in value if isinstance(one, int | float) and not isinstance(one, bool)]
+        if len(known) != len(value) or not known or min(known) <= 0:
+            raise TypeError
+        return tuple(known)
+
+    return Field(name, f"a list of {meaning}, each above 0", read)
 
 
 _RATES = tuple(
@@ -71,7 +81,13 @@ _LINK = (
     number("overlap", 0, 1, "largest share of a gradient reduction that can run beside the backward,").optional(),
     number("pair", 1e-4, 1, "share of the bandwidth that one pair gets, less than 1 in a mesh,").optional(),
     number("slowdown", 0, 1, "share of a reduction's time that the backward beside it loses,").optional(),
+    _tables("measured", "links."),
     *_SOURCE,
+)
+_ALL_REDUCES = (
+    count("hosts", 2),
+    _ascending("bytes", "sizes in bytes, ascending"),
+    _ascending("gb_per_s", "bus bandwidths in GB/s (1e9 bytes per second)"),
 )
 DEVICE_KEYS, LINK_KEYS = (tuple(field.name for field in fields) for fields in (_DEVICE, _LINK))
 
@@ -184,4 +200,18 @@ def _link(entry: Mapping[str, Any], place: str) -> Link:
         overlap=found.get("overlap", known.overlap),
         pair=found.get("pair", known.pair),
         slowdown=found.get("slowdown", known.slowdown),
+        measured=tuple(
+            _all_reduces(entry, f"{place}, [[links.measured]] number {index}")
+            for index, entry in enumerate(found.get("measured", []), start=1)
+        ),
     )
+
+
+def _all_reduces(entry: Mapping[str, Any], place: str) -> AllReduces:
+    found = read_fields(entry, _ALL_REDUCES, place, ClusterError)
+    sizes, rates = found["bytes"], found["gb_per_s"]
+    if len(sizes) != len(rates) or list(sizes) != sorted(set(sizes)):
+        raise ClusterError(
+            f"{place}: {len(sizes)} bytes and {len(rates)} gb_per_s; give a bandwidth for each size, sizes ascending"
+        )
+    return AllReduces(found["hosts"], tuple(int(size) for size in sizes), tuple(1e9 * rate for rate in rates))

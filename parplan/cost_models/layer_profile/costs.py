@@ -116,9 +116,11 @@ class ProfileCosts:
     def memory_over_step(self, strategies: Mapping[str, Strategy]) -> None:
         """None, as for `peaks`."""
 
-    def memory_by_layer(self, strategies: Mapping[str, Strategy], point: int, device: int) -> dict[str, int]:
+    def memory_by_layer(
+        self, strategies: Mapping[str, Strategy], points: Sequence[int], device: int
+    ) -> list[dict[str, int]]:
         """Nothing, as no points are known."""
-        return {}
+        return [{} for _ in points]
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over the replicas of each shard, bucketed."""

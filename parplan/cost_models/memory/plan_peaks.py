@@ -40,10 +40,10 @@ def memory_over_step(model: MemoryModel, program: Program) -> IntArray:
     return np.cumsum(_Step(model, program).changes, axis=0)[:-1]
 
 
-def memory_by_layer(model: MemoryModel, program: Program, point: int, device: int) -> dict[str, int]:
-    """Bytes on one device at one point of a step, by the layer that has them: its tensors, what was moved to it, and
+def memory_by_layer(model: MemoryModel, program: Program, points: Sequence[int], device: int) -> list[dict[str, int]]:
+    """Bytes on one device at some points of a step, by the layer that has them: its tensors, what was moved to it, and
     messages of its parameters."""
-    return _Step(model, program, (point, device)).shares
+    return _Step(model, program, points, device).shares
 
 
 class _Step:
@@ -51,11 +51,12 @@ class _Step:
 
     Attributes:
         changes: of the bytes on each device from point to point.
-        shares: bytes of every layer at the point and on the device `at`.
+        shares: bytes of every layer at some points on one device.
     """
 
-    def __init__(self, model: MemoryModel, program: Program, at: tuple[int, int] | None = None) -> None:
-        self._at, self.shares = at, dict.fromkeys(model.graph.layers, 0)
+    def __init__(self, model: MemoryModel, program: Program, points: Sequence[int] = (), device: int = 0) -> None:
+        self._points, self._device = points, device
+        self.shares = [dict.fromkeys(model.graph.layers, 0) for _ in points]
         self._layer = ""  # has what is held next
         self._model, self._graph, self._program = model, model.graph, program
         self._moments, self._index = model.moments, model.ops.index
@@ -83,8 +84,9 @@ class _Step:
         if start < end:
             self.changes[start] += nbytes
             self.changes[end] -= nbytes
-        if self._at is not None and start <= self._at[0] < end:
-            self.shares[self._layer] += int(np.broadcast_to(nbytes, self.changes.shape[1:])[self._at[1]])
+        for point, shares in zip(self._points, self.shares, strict=True):
+            if start <= point < end:
+                shares[self._layer] += int(np.broadcast_to(nbytes, self.changes.shape[1:])[self._device])
 
     def _segmentation(self) -> Segmentation:
         """The number of layers stands for the caller; a stop on the way to slots is read by whoever reads those."""

@@ -81,7 +81,7 @@ def _counted(case: Case, formulation: Formulation, problem: Problem, choice: Seq
     point, device = (int(place) for place in np.unravel_index(over.argmax(), over.shape))
     resource = next(k for k, lane in enumerate(formulation.shape.lanes) if devices[lane] == devices[device])
     taken, nodes = np.zeros(len(formulation.options)), [*problem.nodes]
-    for name, nbytes in case.costs.memory_by_layer(layers, point, device).items():
+    for name, nbytes in case.costs.memory_by_layer(layers, [point], device)[0].items():
         taken[formulation.layers[name]] += nbytes
     for index, options in enumerate(formulation.options):
         k, here = choice[index], [u for u in nodes[index].usages if u.resource == resource and u.start <= point < u.end]

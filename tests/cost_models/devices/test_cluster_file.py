@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from parplan.cluster import Cluster
+from parplan.cost_models.communication.collectives import Topology
 from parplan.cost_models.devices.cluster_file import DEVICE_KEYS, LINK_KEYS, load_cluster, read_cluster
 from parplan.cost_models.devices.presets import cluster_preset, device_preset, link_preset
 from parplan.cost_models.ops.efficiency import efficiency
@@ -86,6 +87,27 @@ def test_numbers_of_ones_own() -> None:
     assert (device.source, device.estimated) == ("given in mine.toml", False)
     assert (link.name, link.bandwidth_bytes_per_s, link.contention, link.overlap) == ("bridge", 50e9, 1.0, 1.0)
     assert link.latency_s == pytest.approx(2.5e-6)
+
+
+MEASURED = "[[links.measured]]\nhosts = 2\nbytes = [1000000, 100000000]\ngb_per_s = [2.0, 20.0]\n"
+
+
+def test_measured_all_reduces_price_sums() -> None:
+    plain, cluster = (read_cluster(OWN + own, "mine.toml") for own in (PAIR, PAIR + MEASURED))
+    (table,) = cluster.links[0].measured
+    assert (table.hosts, table.nbytes, table.bytes_per_s) == (2, (1_000_000, 100_000_000), (2e9, 20e9))
+    for nbytes, seconds in ((1e6, 1e6 / 2e9), (1e8, 1e8 / 20e9)):  # two devices: 2 (n - 1) / n is 1
+        assert Topology(cluster).all_reduce([(0, 1)]).seconds(nbytes) == pytest.approx(seconds)
+        assert Topology(plain).all_reduce([(0, 1)]).seconds(nbytes) != pytest.approx(seconds)
+    for old, new, said in (
+        ("hosts = 2", "hosts = 1", "hosts"),
+        ("[2.0, 20.0]", "[2.0]", "2 bytes and 1 gb_per_s"),
+        ("[2.0, 20.0]", "[2.0, 0]", "gb_per_s"),
+        ("[1000000, 100000000]", "[100000000, 1000000]", "sizes ascending"),
+        ("[1000000, 100000000]", '"1e6"', "bytes"),
+    ):
+        with pytest.raises(ClusterError, match=said):
+            read_cluster(OWN + PAIR + MEASURED.replace(old, new), "mine.toml")
 
 
 def test_meshes_and_slowdowns() -> None:

@@ -125,6 +125,23 @@ def test_the_step_is_the_longest_path_through_the_table(schedule: str, seed: int
     assert max(span.end_s for span in spans) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("hidden", [0.999999, 0.5])
+def test_what_messages_take_from_compute_holds_up_either_side_and_no_more(hidden: float) -> None:
+    for seed, rounds in ((0, 1), (1, 2)):
+        graph, cluster, costs = chain(8)
+        plan = Staging(DEVICES, DEVICES, 8, "1f1b", rounds).plan(graph)
+        program = lowered(graph, plan, cluster)
+        work, stages = replace(drawn(priced(graph, program, costs), seed), hidden=hidden), pipeline(graph, program)
+        own = orders("1f1b", DEVICES, stages.numbers.count, 8)
+        before = replace(work, layers={n: replace(one, cost=one.cost.before_last) for n, one in work.layers.items()})
+        spans = scheduled(pipeline_parts(work, stages, merged(own), before))
+        alone = scheduled(pipeline_parts(replace(work, hidden=1.0), stages, merged(own), replace(before, hidden=1.0)))
+        step_s, free_s = (max(span.end_s for span in one) for one in (spans, alone))
+        # A group sends and receives at most so often; all of it at once would hold the step up by that.
+        most_s = max(move.forward_s + move.backward_s for move in work.moves.values())
+        assert free_s - 1e-9 <= step_s <= free_s + 2 * (1 - hidden) * 8 * rounds * most_s * 2
+
+
 def test_more_micro_batches_idle_less_and_1f1b_holds_fewer() -> None:
     steps, peaks = {}, {}
     for schedule in ("1f1b", "gpipe"):

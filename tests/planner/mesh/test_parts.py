@@ -1,0 +1,151 @@
+"""Meshes of a captured decoder against the same as a plan: its simulated step, its memory, its rules."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import inf
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.decoder import DecoderSize, captured
+from parplan.api import verify
+from parplan.cost_models.devices.presets import cluster_preset
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.errors import InfeasiblePlan, PlanError
+from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.resized import at_batch
+from parplan.planner.mesh.parts import parts
+from parplan.planner.mesh.plan import plan_of
+from parplan.planner.mesh.search import Model, fastest, meshes, priced_mesh
+from parplan.planner.mesh.step import PLAIN, Links, Mesh, Step
+from parplan.planner.search.context import pipeline_peaks
+from parplan.planner.search_space.verifier import check
+from parplan.planner.simulation.timeline import simulate
+from tests.runtime.pipeline_cases import TOKENS, Tower
+
+BLOCKS, DEVICES, BATCH = 6, 8, 16
+SIZE = DecoderSize(BLOCKS, 1024, 4096, 16, 8, 16_384, tied=False, sequence=1024)
+
+
+@cache
+def model() -> tuple[LayerGraph, Model, Links]:
+    graph = captured(SIZE, blocks=BLOCKS)
+    return graph, Model(graph, BLOCKS, PLAIN), Links(cluster_preset("h100-sxm", DEVICES), prefetch=False)
+
+
+def step(mesh: Mesh, limit: float = inf) -> Step:
+    _, own, links = model()
+    found = priced_mesh(own, own.parts(links.group(mesh.tensor), mesh.samples), mesh, links, limit)
+    assert found is not None
+    return found
+
+
+def as_plan(found: Step) -> tuple[float, int]:
+    """Simulated seconds of a mesh written out as a plan, and its largest peak."""
+    graph, own, links = model()
+    mesh, cluster = found.mesh, links.cluster
+    graph = at_batch(graph, mesh.samples * mesh.data)
+    costs = RooflineCosts(graph, cluster, "bf16", "adamw", micro_batches=mesh.micro_batches)
+    plan = plan_of(graph, own.parts(links.group(mesh.tensor), mesh.samples), found)
+    check(plan, graph)
+    peaks = pipeline_peaks(plan, graph, costs) if mesh.groups > 1 else costs.peaks(plan.layers)
+    assert peaks is not None
+    assert plan.batch == BATCH
+    return simulate(graph, cluster, costs, plan).step_s, max(peaks)
+
+
+MESHES = [mesh for mesh in meshes(DEVICES, BATCH, BLOCKS, DEVICES) if mesh.samples < 8]
+
+
+# Without state in slices, whose gathers the plan's costs price one parameter at a time, with the latency of each.
+@pytest.mark.parametrize("mesh", [one for one in MESHES if one.state == "replicated"][::3], ids=Mesh.describe)
+def test_a_mesh_takes_what_its_plan_takes(mesh: Mesh) -> None:
+    found = step(mesh)
+    step_s, peak = as_plan(found)
+    assert found.seconds == pytest.approx(step_s, rel=0.07)
+    assert 0.95 * peak <= found.nbytes <= 1.25 * peak
+
+
+@pytest.mark.parametrize("state", ["sharded", "gathered"])
+def test_state_in_slices_takes_what_its_plan_takes(state: str) -> None:
+    found = step(Mesh(4, 2, 1, 1, 4, 2, state=state))
+    step_s, peak = as_plan(found)
+    assert found.seconds == pytest.approx(step_s, rel=0.02)
+    assert 0.95 * peak <= found.nbytes <= 1.15 * peak
+
+
+def test_replays_are_those_of_the_plan() -> None:
+    mesh = Mesh(1, 2, 4, 1, 8, 1)
+    whole = step(mesh)
+    tight = step(mesh, 0.85 * whole.nbytes)
+    assert any(any(stage.replays) for stage in tight.stages)
+    assert tight.seconds > whole.seconds
+    step_s, peak = as_plan(tight)
+    assert tight.seconds == pytest.approx(step_s, rel=0.07)
+    assert tight.nbytes == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh(2, 1, 2, 1, 4, 2), Mesh(1, 2, 2, 2, 2, 2, state="gathered"), Mesh(2, 2, 1, 1, 2, 2, state="sharded")],
+    ids=Mesh.describe,
+)  # fmt: skip
+def test_a_mesh_runs_as_its_plan(mesh: Mesh) -> None:
+    tower, words = Tower(5), torch.randint(TOKENS, (8, 6))
+    graph = capture(tower, (words, words))
+    own, links = Model(graph, 5, PLAIN, "fp32"), Links(cluster_preset("h100-sxm", 4), prefetch=False)
+    priced = own.parts(links.group(mesh.tensor), mesh.samples)
+    whole = priced_mesh(own, priced, mesh, links, inf)
+    assert whole is not None
+    found = priced_mesh(own, priced, mesh, links, 0.97 * whole.nbytes) or whole
+    plan = plan_of(at_batch(graph, mesh.samples * mesh.data), priced, found)
+    assert len(plan.replayed) > 0 or found is whole
+    assert verify(tower, (words, words), plan=plan).passed
+
+
+def test_the_fastest_of_all_meshes_that_fit() -> None:
+    _, own, links = model()
+    limit = 1 << 30
+    small = Links(links.cluster.with_memory(limit), prefetch=False)
+    chosen = fastest(own, BATCH, small)
+    every = [
+        priced_mesh(own, own.parts(links.group(mesh.tensor), mesh.samples, cut), mesh, links, limit)
+        for mesh in meshes(DEVICES, BATCH, BLOCKS, DEVICES)
+        for cut in (True, False)
+    ]
+    fitting = [found.seconds for found in every if found is not None]
+    assert None in every
+    assert chosen.step.seconds == min(fitting)
+    assert chosen.bound_s <= chosen.step.seconds
+    assert 0 <= chosen.gap < 1
+    with pytest.raises(InfeasiblePlan, match=r"no mesh of 8 devices with 0\.0 GiB each fits 16 samples"):
+        fastest(own, BATCH, Links(links.cluster.with_memory(1 << 20), prefetch=False))
+
+
+def test_samples_between_two_numbers_take_no_less_than_they_do() -> None:
+    _, own, links = model()
+    group = links.group(4)
+    layers = own.parts(group, 1).layers
+    taken, exact = own.parts(group, 3).block, parts(at_batch(own.graph, 3), group, layers, "bf16").block
+    for one, other in ((taken.seconds, exact.seconds), (taken.saved, exact.saved), (taken.transient, exact.transient)):
+        assert other * (1 - 1e-9) <= one <= 1.05 * other
+
+
+class Chain(nn.Module):
+    """No two layers alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 20), nn.Linear(20, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x).mean()
+        return result
+
+
+def test_a_model_without_equal_blocks_is_refused() -> None:
+    chain = Model(capture(Chain(), (torch.randn(8, 8),)), 3, PLAIN)
+    with pytest.raises(PlanError, match="no run of at least three equal blocks"):
+        fastest(chain, 8, Links(cluster_preset("h100-sxm", 2)))
