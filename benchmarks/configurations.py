@@ -149,8 +149,22 @@ class Priced:
         return needed / (step.seconds * self.row.devices * self.peak_flops)
 
     @property
+    def words(self) -> str:
+        """Lines for a terminal."""
+
+        def line(step: Step) -> str:
+            share, gib = self.utilisation(step), step.nbytes / 2**30
+            return f"{self.tokens_per_s(step):,.0f} tokens/s per device, {share:.1%} of peak, {gib:.1f} GiB"
+
+        fits = self.step.nbytes <= self.limit
+        lines = [f"{line(self.step)}{'' if fits else f' of {self.limit / 2**30:.1f}: does not fit'}"]
+        if self.chosen is not None:
+            lines += [f"own choice {line(self.chosen.step)}, gap {self.chosen.gap:.1%}:", _own(self.chosen)]
+        return "\n".join(f"   {one}" for one in lines + [self.why_not] * bool(self.why_not))
+
+    @property
     def columns(self) -> dict[str, str]:
-        """What is printed and written."""
+        """What is written."""
         found = {
             "tokens_per_s_device": f"{self.tokens_per_s(self.step):.1f}",
             "step_s": f"{self.step.seconds:.4f}",
@@ -165,11 +179,18 @@ class Priced:
                 "own_utilisation": f"{self.utilisation(own):.3f}",
                 "own_memory_gib": f"{own.nbytes / 2**30:.2f}",
                 "own_gap": f"{self.chosen.gap:.3f}",
-                "own_plan": own.mesh.describe(),
+                "own_plan": _own(self.chosen),
             }
         elif self.why_not:
             found["own_plan"] = self.why_not
         return found
+
+
+def _own(chosen: Chosen) -> str:
+    """Words for a mesh and what is replayed in it."""
+    replays = [sum(own) for own in zip(*(stage.replays for stage in chosen.step.stages), strict=True)]
+    some = f", replayed by unit {replays}" if any(replays) else ""
+    return f"{chosen.step.mesh.describe()}{', all replayed' if chosen.parts.again else some}"
 
 
 class Pricer:
@@ -278,8 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found = pricer.priced(row)
             except ParplanError as error:
                 raise ParplanError(f"{options.file}, row {number}: {error}") from error
-            print(f"{number}: {row.mesh.describe()}{', all replayed' * (row.recompute == 'full')}", flush=True)
-            print("   " + ", ".join(f"{name} {value}" for name, value in found.columns.items()), flush=True)
+            print(f"{number}: {row.mesh.describe()}{', all replayed' * (row.recompute == 'full')}")
+            print(found.words, flush=True)
             written.append(columns | found.columns)
         if options.csv:
             names = list(dict.fromkeys(name for one in written for name in one))

@@ -139,8 +139,10 @@ def test_a_machine_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for text in (devices + links, devices + links + slow):
         machine = tmp_path / "machine.toml"
         machine.write_text(text)
-        assert main([str(runs), "--only-rows", "--cluster", str(machine)]) == 0
-        steps.append(float(capsys.readouterr().out.split("step_s ")[1].split(",")[0]))
+        out = tmp_path / "priced.csv"
+        assert main([str(runs), "--only-rows", "--cluster", str(machine), "--csv", str(out)]) == 0
+        with out.open(newline="") as lines:
+            steps += [float(one["step_s"]) for one in csv.DictReader(lines)]
     assert steps[1] > steps[0]
     big = written(tmp_path / "big.csv", columns(replace(ROW, dp=8, nodes=8)))
     assert main([str(big), "--only-rows", "--cluster", str(machine)]) == 1

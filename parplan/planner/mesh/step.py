@@ -99,7 +99,7 @@ class Mesh:
         return _table(self.schedule, self.groups, self.rounds, self.micro_batches)[1]
 
     def describe(self) -> str:
-        """Words for a report: `8 tensor x 4 data x 16 stages (4 rounds), 16 micro-batches of 1, gathered state`."""
+        """Words for a report: `8 tensor x 4 data x 16 stages in 4 rounds, 16 micro-batches of 1, gathered state`."""
         parts = [f"{self.tensor} tensor"] * (self.tensor > 1) + [f"{self.data} data"] * (self.data > 1)
         rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
         parts += [f"{self.groups} stages{rounds}"] * (self.groups > 1)
@@ -140,11 +140,11 @@ class Links:
         return self._rings[key].seconds(nbytes)
 
     def message_s(self, mesh: Mesh, nbytes: float) -> float:
-        """A message from each device of a stage to its neighbour in the next one, all at once."""
-        if mesh.groups == 1:
-            return 0.0
-        link = self.cluster.link((0, mesh.tensor * mesh.data))
-        return link.latency_s + nbytes / (link.bandwidth_bytes_per_s * link.contention)
+        """A message from each device of a stage to its neighbour in the next, all at once, where that is slowest."""
+        each = mesh.tensor * mesh.data
+        ends = ((number * each, (number + 1) * each) for number in range(mesh.groups - 1))
+        links = {self.cluster.link(pair) for pair in ends}
+        return max((one.latency_s + nbytes / (one.bandwidth_bytes_per_s * one.contention) for one in links), default=0)
 
     def update_s(self, nbytes: float) -> float:
         """An update that reads and writes so many bytes."""

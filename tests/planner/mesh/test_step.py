@@ -89,6 +89,15 @@ def test_the_step_is_the_longest_path_of_its_schedule(seed: int) -> None:
     assert step_of(parts, mesh, links, stages).seconds == pytest.approx(expected)
 
 
+def test_messages_between_hosts_take_longest() -> None:
+    cluster = cluster_preset("h100", 16)  # two hosts of eight
+    inside, across = (Links(cluster).message_s(Mesh(groups=groups), 1e9) for groups in (8, 16))
+    network = cluster.links[-1]
+    assert across == pytest.approx(network.latency_s + 1e9 / (network.bandwidth_bytes_per_s * network.contention))
+    assert inside < across
+    assert Links(cluster).message_s(Mesh(tensor=8), 1e9) == 0
+
+
 @pytest.mark.parametrize("data", [2, 8])
 def test_bytes_per_parameter_are_those_that_megatron_publishes(data: int) -> None:
     """16-bit weights with 32-bit gradients: 18 bytes, and 6 + 12 / d with the distributed optimizer over d replicas."""
