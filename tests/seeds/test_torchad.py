@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -30,10 +31,15 @@ TRAININGS = ("plain", "data parallel", "by hand", "model parallel")
 def printed(way: str) -> dict[str, str]:
     """What the program says, by the first words of its lines."""
     if way == "torchrun":
-        command = [*LAUNCHER, "examples/seeds/torchad.py"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        text = done.stdout
+        command, output = [*LAUNCHER, "examples/seeds/torchad.py"], subprocess.PIPE
+        traced = os.environ | {"PYTHONFAULTHANDLER": "1"}
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, text=True, env=traced)
+        try:
+            text, errors = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:  # the ranks say where they are
+            subprocess.run(["pkill", "-ABRT", "-P", str(process.pid)], check=False)
+            text, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, f"{text}\n{errors[:6000]}\n...\n{errors[-3000:]}"
     else:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             torchad.main()
