@@ -159,7 +159,7 @@ class Priced:
         fits = self.step.nbytes <= self.limit
         lines = [f"{line(self.step)}{'' if fits else f' of {self.limit / 2**30:.1f}: does not fit'}"]
         if self.chosen is not None:
-            lines += [f"own choice {line(self.chosen.step)}, gap {self.chosen.gap:.1%}:", _own(self.chosen)]
+            lines += [f"own choice {line(self.chosen.step)}, gap {self.chosen.gap:.1%}:", self.chosen.describe()]
         return "\n".join(f"   {one}" for one in lines + [self.why_not] * bool(self.why_not))
 
     @property
@@ -179,18 +179,11 @@ class Priced:
                 "own_utilisation": f"{self.utilisation(own):.3f}",
                 "own_memory_gib": f"{own.nbytes / 2**30:.2f}",
                 "own_gap": f"{self.chosen.gap:.3f}",
-                "own_plan": _own(self.chosen),
+                "own_plan": self.chosen.describe(),
             }
         elif self.why_not:
             found["own_plan"] = self.why_not
         return found
-
-
-def _own(chosen: Chosen) -> str:
-    """Words for a mesh and what is replayed in it."""
-    replays = [sum(own) for own in zip(*(stage.replays for stage in chosen.step.stages), strict=True)]
-    some = f", replayed by unit {replays}" if any(replays) else ""
-    return f"{chosen.step.mesh.describe()}{', all replayed' if chosen.parts.again else some}"
 
 
 class Pricer:
@@ -221,9 +214,7 @@ class Pricer:
                 raise ParplanError(
                     f"{cluster.describe()} has no {row.nodes} nodes of {row.gpus_per_node}; describe a larger machine"
                 )
-            outer = next((n for n, link in enumerate(cluster.links) if link.size >= row.devices), 0)
-            devices, links = cluster.devices[: row.devices], cluster.links[: outer + 1]
-            self._links[key] = Links(replace(cluster, devices=devices, links=links))
+            self._links[key] = Links(cluster.first(row.devices))
         return self._links[key]
 
     def priced(self, row: Row) -> Priced:
@@ -237,7 +228,7 @@ class Pricer:
         if known is None:
             known = self._models[blockless] = Model(captured(row.size), row.layers, self._held)
         model, device = replace(known, blocks=row.layers), links.cluster.devices[0]
-        parts = model.parts(links.group(row.tp), row.micro_batch, whole=not row.sequence_parallel)
+        parts = model.parts(links.cluster.first(row.tp), row.micro_batch, whole=not row.sequence_parallel)
         found = Priced(
             row,
             as_written(row, parts, links, self._held),

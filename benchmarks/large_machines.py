@@ -12,7 +12,7 @@ import argparse
 import resource
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks.decoder import DecoderSize, captured
 from parplan.cost_models.devices.presets import cluster_preset
@@ -56,12 +56,7 @@ def words(chosen: Chosen, case: Case) -> str:
     step, size = chosen.step, case.size
     peak = cluster_preset(case.preset, 1).devices[0].flops_per_s["bf16"]
     share = size.sample_flops * case.samples / (step.seconds * case.devices * peak)
-    replays = [sum(own) for own in zip(*(stage.replays for stage in step.stages), strict=True)]
-    again = "all blocks replayed whole" if chosen.parts.again else f"replayed by unit: {replays}"
-    return (
-        f"{step.seconds:.3f} s, {share:.1%} of peak, {step.nbytes / 2**30:.1f} GiB: {step.mesh.describe()}; "
-        f"{again if chosen.parts.again or any(replays) else 'nothing replayed'}"
-    )
+    return f"{step.seconds:.3f} s, {share:.1%} of peak, {step.nbytes / 2**30:.1f} GiB: {chosen.describe()}"
 
 
 def main() -> None:
@@ -83,8 +78,7 @@ def main() -> None:
                 print(f"  {what} {other.step.seconds / chosen.step.seconds:.2f} x: {words(other, case)}", flush=True)
             except InfeasiblePlan:
                 print(f"  {what} none fits", flush=True)
-        whole = replace(links.cluster, devices=tuple(replace(d, memory_bytes=1 << 50) for d in links.cluster.devices))
-        free = fastest(model, case.samples, Links(whole), lambda mesh: True)
+        free = fastest(model, case.samples, Links(links.cluster.with_memory(1 << 50)))
         print(f"  with all the memory it wants {words(free, case)}")
         print(f"  {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of this process", flush=True)
 

@@ -183,6 +183,11 @@ class Cluster:
         """Whether there are several kinds of devices."""
         return len(self.groups) > 1
 
+    def first(self, count: int) -> Cluster:
+        """The first devices, with the levels that it takes to join them."""
+        joining = next((number for number, link in enumerate(self.links) if link.size >= count), 0)
+        return replace(self, devices=self.devices[:count], links=self.links[: joining + 1])
+
     def with_memory(self, memory_bytes: int) -> Cluster:
         """The same cluster with so much memory on every device."""
         changed = {id(group.device): replace(group.device, memory_bytes=memory_bytes) for group in self.groups}

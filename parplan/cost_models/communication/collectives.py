@@ -100,16 +100,14 @@ class Topology:
             domains, joined = len(members), len(np.unique(group // level.link.size))
             if domains > 1:
                 crossing = rings if level.domain > 1 else 1
-                fewest = int(members.min())
-                share = min(fewest * level.link.bandwidth_bytes_per_s, level.uplink_bytes_per_s / crossing)
-                if (
-                    level.link.measured
-                ):  # of as many hosts, or those nearest to it; rings that cross share what one gets
+                if level.link.measured:  # of as many hosts, or the nearest number; rings that cross share what one gets
                     nearest = min(level.link.measured, key=lambda own: abs(log(own.hosts / domains)))
                     every_s, bandwidth = nearest.line(nearest.hosts * level.domain)
                     latency_s += every_s
                     rate = min(rate, bandwidth / crossing)
                     continue
+                fewest = int(members.min())
+                share = min(fewest * level.link.bandwidth_bytes_per_s, level.uplink_bytes_per_s / crossing)
                 if joined == 1 and level.domain == 1:  # in one mesh: as many parallel rings as a device has neighbours
                     share = min(share, (n - 1) * level.link.pair * level.link.bandwidth_bytes_per_s)
                 rate = min(rate, share)

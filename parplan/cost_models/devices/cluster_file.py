@@ -45,7 +45,7 @@ def _tables(name: str, inside: str = "") -> Field:
     return Field(name, f"a list of tables; begin each with [[{inside}{name}]]", read, required=False)
 
 
-def _ascending(name: str, meaning: str) -> Field:
+def _positive(name: str, meaning: str) -> Field:
     def read(value: Any) -> tuple[float, ...]:
         known = [one for one in value if isinstance(one, int | float) and not isinstance(one, bool)]
         if len(known) != len(value) or not known or min(known) <= 0:
@@ -86,8 +86,8 @@ _LINK = (
 )
 _ALL_REDUCES = (
     count("hosts", 2),
-    _ascending("bytes", "sizes in bytes, ascending"),
-    _ascending("gb_per_s", "bus bandwidths in GB/s (1e9 bytes per second)"),
+    _positive("bytes", "sizes in bytes, ascending"),
+    _positive("gb_per_s", "bus bandwidths in GB/s (1e9 bytes per second)"),
 )
 DEVICE_KEYS, LINK_KEYS = (tuple(field.name for field in fields) for fields in (_DEVICE, _LINK))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf, prod
 
 import numpy as np
@@ -95,6 +96,14 @@ class Parts:
     tied: Mapping[int, float] = field(default_factory=dict)
     again: bool = False
 
+    @cached_property
+    def last(self) -> Part:
+        """The epilogue on devices of its own: parameters that it shares with the prologue are there too."""
+        numbers = dict(self.epilogue.parameters)
+        for copies, tied in self.tied.items():
+            numbers[copies] = numbers.get(copies, 0.0) + tied
+        return replace(self.epilogue, parameters=numbers)
+
     @property
     def replayed(self) -> Parts:
         """With every block replayed whole, transfers included: nothing is kept of it but what it is made from."""
@@ -167,10 +176,9 @@ def parts(
     plan = Plan(graph.model, graph.fingerprint, batch, cluster.count, dict(layers))
     work = priced(graph, lowered(graph, plan, cluster), costs)
     forward_s, backward_s = ({name: getattr(own.cost, key) for name, own in work.layers.items()} for key in _WAYS)
-    for move in work.moves.values():
-        if move.given.value in graph.producer and move.readers[0] is not None:
-            forward_s[move.readers[0]] += move.forward_s
-            backward_s[move.readers[0]] += move.backward_s
+    for name, move in work.moves_to_layers(graph):
+        forward_s[name] += move.forward_s
+        backward_s[name] += move.backward_s
     memory = _Memory(graph, costs, layers)
     repeated = {name for name in names if whole and _repeats(graph, graph.layers[name], layers[name])}
     more_saved = dict.fromkeys(names, 0.0)

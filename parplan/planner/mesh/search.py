@@ -100,6 +100,12 @@ class Chosen:
         """How much faster another mesh could be at most, as a share."""
         return max(0.0, 1 - self.bound_s / self.step.seconds)
 
+    def describe(self) -> str:
+        """Words for a report: the mesh, and what is replayed in it."""
+        replays = [sum(own) for own in zip(*(stage.replays for stage in self.step.stages), strict=True)]
+        some = f", replayed by unit {replays}" if any(replays) else ""
+        return f"{self.step.mesh.describe()}{', all replayed' if self.parts.again else some}"
+
 
 def meshes(devices: int, batch: int, blocks: int, most_tensor: int) -> Iterator[Mesh]:
     """All ways to divide so many devices and samples."""
@@ -126,7 +132,7 @@ def bound_s(model: Model, own: Parts, mesh: Mesh, links: Links) -> float:
     All groups together do the work of all micro-batches, and update. Where each has one stage, a group holds no more
     micro-batches than there are groups from its own on, so that each waits for the first to come back.
     """
-    alone = replace(mesh, groups=1, rounds=1, schedule=SCHEDULES[0])
+    alone = replace(mesh, groups=1, rounds=1)
     whole = stage_of(own, alone, links, 0, model.blocks, inf, model.held)
     assert whole is not None
     idle_s = (1 - 1 / mesh.groups) * (own.block.backward_s * model.blocks) if mesh.rounds == 1 else 0.0
@@ -159,13 +165,14 @@ def priced_mesh(model: Model, own: Parts, mesh: Mesh, links: Links, limit: float
 
     if spread(inf) is None:
         return None
-    low = high = bound_s(model, own, mesh, links) / mesh.micro_batches / 2
+    shared_s = bound_s(model, own, mesh, links)
+    low = high = shared_s / mesh.micro_batches / 2
     while spread(high) is None:
         low, high = high, 2 * high
     while high - low > EXACT * high:
         middle = (low + high) / 2
         low, high = (low, middle) if spread(middle) is not None else (middle, high)
-    least_s = max(mesh.micro_batches * low, bound_s(model, own, mesh, links))
+    least_s = max(mesh.micro_batches * low, shared_s)
     if least_s >= cutoff_s:
         return None
     counts = spread(high) or []
@@ -192,7 +199,7 @@ def fastest(model: Model, batch: int, links: Links, allowed: Callable[[Mesh], bo
     host = cluster.links[0].size if cluster.links else 1
     bounded = list[tuple[float, Mesh, Parts]]()
     for mesh in filter(allowed, meshes(cluster.count, batch, model.blocks, host)):
-        group = links.group(mesh.tensor)
+        group = cluster.first(mesh.tensor)
         every = [model.parts(group, mesh.samples)]
         if mesh.tensor > 1 and (other := model.parts(group, mesh.samples, cut=False)) is not every[0]:
             every.append(other)

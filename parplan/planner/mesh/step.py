@@ -9,7 +9,7 @@ saved, and the largest transient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import inf
@@ -19,7 +19,7 @@ import numpy as np
 from parplan.cluster import Cluster
 from parplan.cost_models.communication.collectives import Linear, Topology
 from parplan.cost_models.ops.efficiency import efficiency
-from parplan.lowering.pipeline.orders import Action, most_in_flight, orders
+from parplan.lowering.pipeline.orders import most_in_flight, orders
 from parplan.plan import SCHEDULES, STATES
 from parplan.planner.mesh.parts import Part, Parts, Unit
 
@@ -121,12 +121,6 @@ class Links:
         self._topology = Topology(cluster)
         self._rings: dict[tuple[int, int, int], Linear] = {}
 
-    def group(self, tensor: int) -> Cluster:
-        """The first devices, as many as a tensor group has."""
-        links = self.cluster.links
-        inner = next((number for number, link in enumerate(links) if link.size >= tensor), 0)
-        return replace(self.cluster, devices=self.cluster.devices[:tensor], links=links[: inner + 1])
-
     def all_reduce_s(self, mesh: Mesh, copies: int, nbytes: float) -> float:
         """A sum over all data-parallel copies of a stage, and over `copies` devices of each tensor group: rings of all
         parts at once. Half of it gathers, or sums to slices."""
@@ -214,7 +208,7 @@ def stage_of(
     own = [(block, blocks)] * (blocks > 0)
     own = [(parts.prologue, 1)] * (group == 0) + own
     if group == mesh.groups - 1:
-        own.append((replace(parts.epilogue, parameters=_with_tied(parts)) if group else parts.epilogue, 1))
+        own.append((parts.last if group else parts.epilogue, 1))
     always = updated = shown = 0.0
     for part, count in own:
         gathered = 0.0
@@ -248,14 +242,6 @@ def stage_of(
         more = _sums_s(mesh, links, own, backward_s, held)
         forward_s, backward_s, last_s = forward_s + more[0], backward_s + more[1], more[2]
     return Stage(blocks, replays, forward_s, backward_s, last_s, links.update_s(updated), nbytes)
-
-
-def _with_tied(parts: Parts) -> dict[int, float]:
-    """Parameters of a last stage on devices of its own: those that it shares with the first are there too."""
-    found = dict(parts.epilogue.parameters)
-    for copies, numbers in parts.tied.items():
-        found[copies] = found.get(copies, 0.0) + numbers
-    return found
 
 
 def _fewest_replays(
@@ -367,9 +353,6 @@ def _table(
     schedule: str, groups: int, rounds: int, micro_batches: int
 ) -> tuple[tuple[tuple[tuple[int, int, bool], ...], ...], tuple[float, ...]]:
     """The actions of each group (stage, micro-batch, forward), and the most micro-batches that it has in flight."""
-    if groups == 1:
-        own = [Action(0, number, forward) for number in range(micro_batches) for forward in (True, False)]
-        return (tuple((one.stage, one.micro_batch, one.forward) for one in own),), (1.0,)
     found = orders(schedule, groups, groups * rounds, micro_batches)
     flying = tuple(most_in_flight(own, rounds) for own in found)
     return tuple(tuple((one.stage, one.micro_batch, one.forward) for one in own) for own in found), flying

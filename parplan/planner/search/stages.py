@@ -216,9 +216,8 @@ def _load(case: Case, plan: Plan, each: int) -> _Load:
     graph, costs, layers = case.graph, case.costs, plan.layers
     work = priced(graph, lowered(graph, plan, case.cluster), costs)
     moved_s = dict.fromkeys(graph.layers, 0.0)
-    for move in work.moves.values():
-        if move.given.value in graph.producer and move.readers[0] is not None:
-            moved_s[move.readers[0]] += move.forward_s + move.backward_s
+    for name, move in work.moves_to_layers(graph):
+        moved_s[name] += move.forward_s + move.backward_s
     seconds, always, saved, transient = list[float](), list[float](), list[float](), list[float]()
     loss = Moments(len(graph.layers)).loss
     for name, layer in graph.layers.items():

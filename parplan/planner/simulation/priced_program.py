@@ -7,7 +7,7 @@ transfers are one collective, with the price of the whole way.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
@@ -115,6 +115,12 @@ class PricedProgram:
     overhead_s: float
     hidden: float = 1.0
     policy: PassPolicy = RUNTIME_POLICY
+
+    def moves_to_layers(self, graph: LayerGraph) -> Iterator[tuple[str, Move]]:
+        """Transfers of what layers make, each with the layer that reads it first; not those to the user."""
+        for move in self.moves.values():
+            if move.given.value in graph.producer and (name := move.readers[0]) is not None:
+                yield name, move
 
 
 def lowered(graph: LayerGraph, plan: Plan, cluster: Cluster) -> Program:

@@ -338,17 +338,17 @@ class _StepTasks:
         }
         if move.beside and move.inwards is forward and move.wanted.pass_number is not None and number is not None:
             # The pass before it begins: its samples, or gradients, are there, and the pass before that is computed.
-            last, computed = ((kind, number - one if forward else number + one) for one in (1, 2))
-            after = (*after, *self.gate([*self._of_pass[computed], *self._crossed[last]]))
+            before, computed = ((kind, number - one if forward else number + one) for one in (1, 2))
+            after = (*after, *self.gate([*self._of_pass[computed], *self._crossed[before]]))
         hidden_s = self.priced.hidden * seconds if beside else 0.0
         held_s = seconds - hidden_s
         compute = _lane(Lane.COMPUTE, move.devices)
         if between and held_s:  # it takes that much from the compute of each side: neither waits for the other,
             sides = (tuple(device for device, _ in side) for side in (move.sent, move.received))
             parts = [_lane(Lane.COMPUTE, side) for side in sides][:: 1 if forward else -1]
-            before = dict(self._computed)
+            last = dict(self._computed)
             own, other = (self.add(Kind.TRANSFER, move.value, held_s, side, after, **about) for side in parts)
-            self._computed = before  # and what a side computes next does not wait for it
+            self._computed = last  # and what a side computes next does not wait for it
             return self.gate((self.add(Kind.TRANSFER, move.value, hidden_s, (), (own,), **about), other))[0]
         if held_s or not beside:  # also where the processor that computes carries
             after = (self.add(Kind.TRANSFER, move.value, held_s, compute, after, **about),)

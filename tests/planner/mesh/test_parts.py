@@ -38,7 +38,7 @@ def model() -> tuple[LayerGraph, Model, Links]:
 
 def step(mesh: Mesh, limit: float = inf) -> Step:
     _, own, links = model()
-    found = priced_mesh(own, own.parts(links.group(mesh.tensor), mesh.samples), mesh, links, limit)
+    found = priced_mesh(own, own.parts(links.cluster.first(mesh.tensor), mesh.samples), mesh, links, limit)
     assert found is not None
     return found
 
@@ -49,7 +49,7 @@ def as_plan(found: Step) -> tuple[float, int]:
     mesh, cluster = found.mesh, links.cluster
     graph = at_batch(graph, mesh.samples * mesh.data)
     costs = RooflineCosts(graph, cluster, "bf16", "adamw", micro_batches=mesh.micro_batches)
-    plan = plan_of(graph, own.parts(links.group(mesh.tensor), mesh.samples), found)
+    plan = plan_of(graph, own.parts(links.cluster.first(mesh.tensor), mesh.samples), found)
     check(plan, graph)
     peaks = pipeline_peaks(plan, graph, costs) if mesh.groups > 1 else costs.peaks(plan.layers)
     assert peaks is not None
@@ -96,7 +96,7 @@ def test_a_mesh_runs_as_its_plan(mesh: Mesh) -> None:
     tower, words = Tower(5), torch.randint(TOKENS, (8, 6))
     graph = capture(tower, (words, words))
     own, links = Model(graph, 5, PLAIN, "fp32"), Links(cluster_preset("h100-sxm", 4), prefetch=False)
-    priced = own.parts(links.group(mesh.tensor), mesh.samples)
+    priced = own.parts(links.cluster.first(mesh.tensor), mesh.samples)
     whole = priced_mesh(own, priced, mesh, links, inf)
     assert whole is not None
     found = priced_mesh(own, priced, mesh, links, 0.97 * whole.nbytes) or whole
@@ -111,7 +111,7 @@ def test_the_fastest_of_all_meshes_that_fit() -> None:
     small = Links(links.cluster.with_memory(limit), prefetch=False)
     chosen = fastest(own, BATCH, small)
     every = [
-        priced_mesh(own, own.parts(links.group(mesh.tensor), mesh.samples, cut), mesh, links, limit)
+        priced_mesh(own, own.parts(links.cluster.first(mesh.tensor), mesh.samples, cut), mesh, links, limit)
         for mesh in meshes(DEVICES, BATCH, BLOCKS, DEVICES)
         for cut in (True, False)
     ]
@@ -126,7 +126,7 @@ def test_the_fastest_of_all_meshes_that_fit() -> None:
 
 def test_samples_between_two_numbers_take_no_less_than_they_do() -> None:
     _, own, links = model()
-    group = links.group(4)
+    group = links.cluster.first(4)
     layers = own.parts(group, 1).layers
     taken, exact = own.parts(group, 3).block, parts(at_batch(own.graph, 3), group, layers, "bf16").block
     for one, other in ((taken.seconds, exact.seconds), (taken.saved, exact.saved), (taken.transient, exact.transient)):
