@@ -108,7 +108,7 @@ class RooflineCosts:
         self._memories: dict[Hashable, LayerMemory] = {}
         self._reductions: dict[Hashable, float] = {}
         self._peaks: dict[tuple[Strategy, ...], tuple[int, ...]] = {}
-        self._last: tuple[tuple[Strategy, ...], Program] | None = None  # a plan and its program
+        self._last: tuple[tuple[Strategy, ...], Program, IntArray | None] | None = None  # of a plan
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
         """Estimated seconds of the slowest device's part of `layer` in one pass."""
@@ -161,20 +161,25 @@ class RooflineCosts:
 
     def memory_over_step(self, strategies: Mapping[str, Strategy]) -> IntArray:
         """Bytes by point of the step and device of a whole plan in one pass, transfers included."""
-        return memory_over_step(self.memory_model, self._lowered(strategies))
+        program, curve = self._lowered(strategies)
+        return memory_over_step(self.memory_model, program) if curve is None else curve
 
     def memory_by_layer(
         self, strategies: Mapping[str, Strategy], points: Sequence[int], device: int
     ) -> list[dict[str, int]]:
         """Bytes of that on one device at some points, by the layer that has them."""
-        return memory_by_layer(self.memory_model, self._lowered(strategies), points, device)
+        program, _ = self._lowered(strategies)
+        shares, curve = memory_by_layer(self.memory_model, program, points, device)
+        self._last = tuple(strategies[name] for name in self.graph.layers), program, curve
+        return shares
 
-    def _lowered(self, strategies: Mapping[str, Strategy]) -> Program:
-        """The program of a plan; the last one is kept, as its peaks and who has them are asked for in turn."""
+    def _lowered(self, strategies: Mapping[str, Strategy]) -> tuple[Program, IntArray | None]:
+        """The program of a plan, and its memory over the step where that is known; those of the last plan are kept, as
+        its peaks and the layers that have them are asked for one after the other."""
         key = tuple(strategies[name] for name in self.graph.layers)
         if self._last is None or self._last[0] != key:
-            self._last = key, lower(self.graph, strategies, StepSetting.on(self.cluster, self.graph.batch or 1))
-        return self._last[1]
+            self._last = key, lower(self.graph, strategies, StepSetting.on(self.cluster, self.graph.batch or 1)), None
+        return self._last[1:]
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, in rings, bucketed.

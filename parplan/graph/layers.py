@@ -21,7 +21,7 @@ from parplan.graph.layer_graph import Layer
 from parplan.graph.sites import is_repeatable, site_of, why_whole
 from parplan.layout import Sections
 
-__all__ = ["BOUNDARY", "LayerSet", "Owner", "build_layers", "owner_of"]
+__all__ = ["BOUNDARY", "LayerSet", "Owner", "build_layers", "owner_of", "wired"]
 
 # Meta entry of a reshape between layers (merged_samples.py): the node whose layer it belongs to.
 BOUNDARY = "parplan_boundary"
@@ -86,6 +86,12 @@ def build_layers(
         reached |= {value for value in layer.outputs if is_reached or value in samples}
         layers[layer.name] = layer
     layers = _as_read(layers, samples, batch_size)
+    producer, digraph = wired(layers)
+    return LayerSet(layers, digraph, producer, samples, merged)
+
+
+def wired(layers: Mapping[str, Layer]) -> tuple[dict[str, str], nx.DiGraph]:
+    """The maker of every value, and the graph of layers with the values that go from one to the other."""
     producer = {value: name for name, layer in layers.items() for value in layer.outputs}
     digraph = nx.DiGraph()
     digraph.add_nodes_from(layers)
@@ -95,7 +101,7 @@ def build_layers(
                 source = producer[value]
                 known = digraph.edges[source, name]["values"] if digraph.has_edge(source, name) else ()
                 digraph.add_edge(source, name, values=(*known, value))
-    return LayerSet(layers, digraph, producer, samples, merged)
+    return producer, digraph
 
 
 def _as_read(layers: Mapping[str, Layer], samples: Mapping[str, int], batch_size: int) -> dict[str, Layer]:

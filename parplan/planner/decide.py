@@ -26,7 +26,7 @@ from parplan.garbage import seldom_collected
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SCHEDULES, Plan
-from parplan.planner.decision import Baseline, Decision, Prediction, PricedGraph, Seconds, Simpler
+from parplan.planner.decision import MESHES, Baseline, Decision, Prediction, PricedGraph, Seconds, Simpler
 from parplan.planner.explain.advice import ONE, advice, advised, better_batch
 from parplan.planner.explain.branch_report import concurrent_branches, with_concurrency
 from parplan.planner.explain.layer_report import layer_reports, memory_excess, prediction
@@ -272,6 +272,8 @@ def _explained(
     if plan.schedule != SCHEDULES[0]:
         numbers = stage_numbers(case.graph, plan.layers)
         layers = tuple(replace(one, why=f"stage {1 + numbers.of[one.name]} of {numbers.count}") for one in layers)
+    elif MESHES in found.proof.covered:
+        layers = tuple(replace(one, why="part of the mesh that was chosen for all equal blocks") for one in layers)
     several = case.cluster.count > 1
     weights = {case.graph.values[name].dtype for name in case.graph.parameters} or {torch.float32}
     outside = loss_outside(plan, case.graph, case.cluster, case.costs, step)

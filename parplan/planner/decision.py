@@ -12,7 +12,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import LISTED_DEVICES, Plan, Scheme, Strategy
 
 __all__ = [
-    "ANY_BLOCK", "BRANCHES", "SHARDED", "SOME_BRANCHES", "STAGES",
+    "ANY_BLOCK", "BRANCHES", "MESHES", "SHARDED", "SOME_BRANCHES", "STAGES",
     "Alternative", "Arrival", "Baseline", "BatchTried", "ConcurrentBranches", "Decision", "DeviceTrack",
     "LayerReport", "MicroBatchesTried", "Passes", "Phase", "PinPrice", "Pins", "Prediction", "PricedGraph", "Proof",
     "SchemePrice", "Seconds", "Simpler",
@@ -23,6 +23,7 @@ ANY_BLOCK, BRANCHES = "layers on any block of devices", "branches at the same ti
 SOME_BRANCHES = "branches at the same time on blocks that make up the first devices"
 SHARDED = "sharded state"
 STAGES = "pipeline stages"
+MESHES = "meshes of equal blocks"
 """Words for shapes of plans that a proof covers (search_space/shape.py)."""
 
 

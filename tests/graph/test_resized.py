@@ -14,8 +14,11 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import CaptureError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.resized import at_batch
-from parplan.planner.decide import PlanRequest, decide
+from parplan.graph.repeated import repeated_blocks
+from parplan.graph.resized import at_batch, with_fewer_blocks
+from parplan.plan import Plan, Strategy
+from parplan.planner.decide import PlanRequest, decide, predict
+from parplan.planner.search_space.strategies import strategies
 from tests.kinds import KINDS, Block
 
 K20 = cluster_preset("k20", 2)
@@ -78,3 +81,52 @@ def test_nonsense_is_refused() -> None:
         at_batch(replace(graph, batch=None), 8)
     with pytest.raises(CaptureError, match="no multiple of the batch of 3"):
         at_batch(replace(graph, batch=3), 6)
+
+
+class Deep(nn.Module):
+    """Equal blocks between two layers; `tapped` returns what a block in the middle makes, too."""
+
+    def __init__(self, blocks: int, tapped: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.tapped = nn.Linear(6, 12), nn.Linear(12, 3), tapped
+        self.blocks = nn.ModuleList(Block(12, 2) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = tap = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            tap = x if number == 5 and self.tapped else tap
+        return self.last(x + x.mean(1, keepdim=True)), tap
+
+
+@pytest.mark.parametrize("copies", [3, 5])
+def test_fewer_blocks_are_as_if_captured_with_so_many(copies: int) -> None:
+    inputs = (torch.randn(4, 5, 6),)
+    many, few = capture(Deep(9), inputs), capture(Deep(copies), inputs)
+    (blocks,) = repeated_blocks(many)
+    made = with_fewer_blocks(many, blocks, copies)
+    assert list(made.layers) == list(few.layers)
+    assert [*made.parameters.values()] == [*few.parameters.values()]
+    assert [(a, b, len(v)) for a, b, v in made.digraph.edges(data="values")] == [
+        (a, b, len(v)) for a, b, v in few.digraph.edges(data="values")
+    ]
+    for batch in (4, 8):
+        held = []
+        for graph in (at_batch(made, batch), at_batch(few, batch)):
+            layers = {
+                name: own[-1] if (own := strategies(layer, batch, [(0, 1)])) else Strategy()
+                for name, layer in graph.layers.items()
+            }
+            costs = RooflineCosts(graph, K20)
+            plan = Plan(graph.model, graph.fingerprint, batch, 2, layers)
+            held.append((costs.memory_over_step(layers).tolist(), predict(graph, K20, costs, plan).step_s))
+        assert held[0] == held[1]
+    assert with_fewer_blocks(few, repeated_blocks(few)[0], copies) is few
+
+
+def test_what_is_taken_from_a_block_in_the_middle_is_refused() -> None:
+    graph = capture(Deep(9, tapped=True), (torch.randn(4, 5, 6),))
+    (blocks,) = repeated_blocks(graph)
+    with pytest.raises(CaptureError, match="block in the middle"):
+        with_fewer_blocks(graph, blocks, 5)
+    assert with_fewer_blocks(graph, blocks, 6).user_outputs == graph.user_outputs

@@ -40,10 +40,13 @@ def memory_over_step(model: MemoryModel, program: Program) -> IntArray:
     return np.cumsum(_Step(model, program).changes, axis=0)[:-1]
 
 
-def memory_by_layer(model: MemoryModel, program: Program, points: Sequence[int], device: int) -> list[dict[str, int]]:
+def memory_by_layer(
+    model: MemoryModel, program: Program, points: Sequence[int], device: int
+) -> tuple[list[dict[str, int]], IntArray]:
     """Bytes on one device at some points of a step, by the layer that has them: its tensors, what was moved to it, and
-    messages of its parameters."""
-    return _Step(model, program, points, device).shares
+    messages of its parameters; and beside them `memory_over_step`."""
+    step = _Step(model, program, points, device)
+    return step.shares, np.cumsum(step.changes, axis=0)[:-1]
 
 
 class _Step:

@@ -78,6 +78,8 @@ def alternatives(formulation: Formulation, choice: Sequence[int], nodes: Sequenc
         nodes: a layer, or copies of one in repeated blocks, which have one option.
     """
     parts, first = formulation.parts, nodes[0]
+    if len(formulation.options[first]) == 1:
+        return {}
     every = np.arange(len(formulation.options[first]))
     changed = formulation.followed([every if v in nodes else k for v, k in enumerate(choice)])
     varied = {v for v, own in enumerate(changed) if isinstance(own, np.ndarray)}

@@ -304,11 +304,10 @@ class _Memory:
     def _of(
         self, costs: CostModel, layers: Mapping[str, Strategy]
     ) -> tuple[Mapping[str, float], Mapping[str, float], IntArray]:
-        curve = costs.memory_over_step(layers)
-        if curve is None:
-            raise PlanError("a layer profile does not say what its layers keep: counted blocks need a model")
         points = 0, self._moments.loss, self._moments.backward(0)
         begin, loss, passed = costs.memory_by_layer(layers, points, 0)
+        curve = costs.memory_over_step(layers)
+        assert curve is not None  # a graph's
         saved = {name: float(loss[name] - begin[name]) for name in self._names}
         left = {
             name: max(0.0, float(passed[name] - begin[name] - self._gradients[place]))

@@ -183,19 +183,23 @@ def priced_mesh(model: Model, own: Parts, mesh: Mesh, links: Links, limit: float
     return step_of(own, mesh, links, stages, least_s)
 
 
-def fastest(model: Model, batch: int, links: Links, allowed: Callable[[Mesh], bool] = lambda mesh: True) -> Chosen:
+def fastest(
+    model: Model, batch: int, links: Links, allowed: Callable[[Mesh], bool] = lambda mesh: True,
+    limit: float | None = None,
+) -> Chosen:  # fmt: skip
     """The fastest mesh of a machine for so many samples a step.
 
     Args:
         links: of the machine.
         allowed: which meshes are compared.
+        limit: bytes of each device; None: as much as each has.
 
     Raises:
         InfeasiblePlan: none fits.
         PlanError: no mesh shares so many samples.
     """
     cluster = links.cluster
-    limit = min(device.memory_bytes for device in cluster.devices)
+    limit = min(device.memory_bytes for device in cluster.devices) if limit is None else limit
     host = cluster.links[0].size if cluster.links else 1
     bounded = list[tuple[float, Mesh, Parts]]()
     for mesh in filter(allowed, meshes(cluster.count, batch, model.blocks, host)):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from parplan.cost_models.costs import charges
 from parplan.pins import Pin
 from parplan.plan import Strategy
 from parplan.planner.search.context import Case, far_s, followed, plain
@@ -59,6 +60,18 @@ class Formulations:
         found = self.formulation(Shape(lanes=self.lanes, uneven=self.case.uneven))
         assert found is not None  # every layer has a strategy: whole, on one device
         return found
+
+    def least_work_s(self) -> float:
+        """Seconds that no plan takes less than: the least work of every layer, shared by all devices."""
+        case, total = self.case, 0.0
+        given = case.request.plan.layers if case.request.plan is not None else {}
+        for name, options in candidates(self.asked, case.graph, case.cluster, False, case.uneven, case.fold).items():
+            work = list[float]()
+            for own in (*options, *([given[name]] if name in given else [])):
+                cost = charges(case.costs, case.graph.layers[name], own)
+                work.append(len(own.devices) * (cost.forward_s + cost.backward_s))
+            total += min(work) * (case.fold.times.get(name, 1) if case.fold is not None else 1)
+        return case.costs.step.micro_batches * total / case.cluster.count
 
     def lacking_bytes(self, alike: bool = False) -> float:
         """Bytes of weights, gradients and optimizer state, split as far as they may be, beyond all devices' memory.

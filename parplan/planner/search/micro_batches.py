@@ -14,16 +14,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
+from parplan.cost_models.optimizers import optimizer_memory
 from parplan.errors import CaptureError, InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import fold, units
 from parplan.lowering.micro_batches import equal_size
 from parplan.lowering.pipeline.stages import stage_numbers
-from parplan.plan import SAVED, STATES
-from parplan.planner.decision import SHARDED, STAGES, MicroBatchesTried, PricedGraph, Proof
+from parplan.plan import SAVED, SCHEDULES, STATES
+from parplan.planner.decision import MESHES, SHARDED, STAGES, MicroBatchesTried, PricedGraph, Proof
 from parplan.planner.search.context import Case, fits, formulated, gathered_together, plain
+from parplan.planner.search.meshes import fastest_mesh
 from parplan.planner.search.select import ANYWHERE, Found, NothingFaster, ShapeSearch
-from parplan.planner.search.stages import fastest_in_stages, least_work_s, why_not
+from parplan.planner.search.stages import Staged, fastest_in_stages, why_not
 from parplan.planner.search_space.pin_search import Questions, masked
 from parplan.planner.search_space.rules import divisors
 from parplan.planner.search_space.strategies import offers_uneven
@@ -37,6 +39,10 @@ MicroBatched = Callable[[int], PricedGraph]
 
 LEAST_GAIN = 1e-3
 """Part of a step that all the memory there could be has to gain, for more micro-batches to be tried."""
+
+NEAR = 1.2
+"""Plans of the whole batch are searched beside a mesh where one of those takes no longer than this, relative: layers of
+their own mind gain less."""
 
 UNBOUND = 0.2
 """Part of the time left for finding out what more memory would gain: it is refuted in most cases."""
@@ -108,6 +114,8 @@ def searched(
     asked = case.request.stages
     if asked is not None and asked > 1:
         counts.in_stages(asked)
+        return counts.found()
+    if asked is None and counts.too_large and counts.in_meshes():
         return counts.found()
     counts.attempt(1, _Ways())
     if counts.tight and counts.ways != _Ways():
@@ -187,6 +195,13 @@ class _Counts:
         return 1 if self.best is None else self.best.found.plan.micro_batches // self._whole
 
     @property
+    def too_large(self) -> bool:
+        """Whether no device has room for all weights, gradients and optimizer state."""
+        graph, states = self._case.graph, optimizer_memory(self._case.request.optimizer).states
+        nbytes = sum((2 + states) * graph.values[name].nbytes for name in graph.parameters)
+        return nbytes > max(device.memory_bytes for device in self._case.cluster.devices)
+
+    @property
     def tight(self) -> bool:
         """Whether no plan was found to fit, or memory keeps the best one slow."""
         return self.best is None or self.best.held_up
@@ -264,26 +279,60 @@ class _Counts:
             search = self._searches.get(count) or self._search(count, self.ways, alike=True)
             if search is None or self._case.deadline.over():
                 break
-            case, below_s = search.case, self.best.fastest_s if self.best is not None else inf
-            least_s = min(least_s, least_work_s(search.one_pass(), case.cluster.count))
+            below_s = self.best.fastest_s if self.best is not None else inf
+            least_s = min(least_s, search.least_work_s())
             if count * self._whole == 1:
                 continue  # no pipeline, and what its plans take at least
             staged = fastest_in_stages(search, below_s, groups)
             if staged is None:
                 continue
-            gap, plan = 1 - least_s / staged.step_s, staged.plan
-            status = (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value
-            proof = Proof(status, staged.step_s, least_s, gap, 0.0, covered=(STAGES,))
-            found = Found(plan, *formulated(plan, case.graph, case.cluster, case.costs), proof)
-            self._before += [self.best] if self.best is not None else []
-            self.best = Searched(search, found, staged.peaks)
-            key = count, bool(plan.sharded), bool(plan.replayed)
-            row = MicroBatchesTried(plan.micro_batches, staged.step_s, max(staged.peaks), True, *key[1:], True)
-            self._tried[key] = row
+            self._take(search, staged, least_s, STAGES)
         if groups is not None and self.best is None:
             raise InfeasiblePlan(
                 f"no plan in {groups} stages was found to fit; leave out --stages, or give more memory"
             )
+
+    def in_meshes(self) -> bool:
+        """Whether a mesh of a model of equal blocks fits; where meshes of the whole batch are about as fast, plans of
+        it that are none may be faster."""
+        searches = dict[int, ShapeSearch | None]()
+
+        def sized(count: int) -> Case | None:
+            one_way = count > 1 and self._micro_batched is None
+            searches[count] = search = None if one_way else self._search(count, self.ways, alike=True)
+            return None if search is None else search.case
+
+        found = fastest_mesh(self._case, sized)
+        search = None if found is None else searches[found.staged.plan.micro_batches // self._whole]
+        whole = search and self._search(1, self.ways, alike=True)
+        if found is None or search is None or whole is None:
+            return False
+        self._take(search, found.staged, whole.least_work_s(), MESHES)
+        if found.whole_s < NEAR * found.staged.step_s:
+            rows = dict(self._tried)
+            if self.attempt(1, self.ways):  # the mesh is no simpler
+                self._before.clear()
+                self._tried = {key: row for key, row in self._tried.items() if row is not rows.get(key)}
+        return True
+
+    def _take(self, search: ShapeSearch, staged: Staged, least_s: float, compared: str) -> None:
+        """Keep a plan that is faster than the best one.
+
+        Args:
+            least_s: seconds that no plan takes less than.
+            compared: words for the plans that it is the fastest of.
+        """
+        case, plan = search.case, staged.plan
+        gap = 1 - least_s / staged.step_s
+        status = (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value
+        proof = Proof(status, staged.step_s, least_s, gap, 0.0, covered=(compared,))
+        found = Found(plan, *formulated(plan, case.graph, case.cluster, case.costs), proof)
+        self._before += [self.best] if self.best is not None else []
+        self.best = Searched(search, found, staged.peaks)
+        key = plan.micro_batches // self._whole, bool(plan.sharded), bool(plan.replayed)
+        apart = plan.schedule != SCHEDULES[0]
+        row = MicroBatchesTried(plan.micro_batches, staged.step_s, max(staged.peaks), True, *key[1:], apart)
+        self._tried[key] = row
 
     def _search(self, count: int, ways: _Ways, alike: bool) -> ShapeSearch | None:
         """The search over the plans of so many micro-batches; None where there are none, or none more."""

@@ -29,7 +29,6 @@ from parplan.planner.search.fitting import fitting, lacking
 from parplan.planner.search.formulations import Bound, Formulations, OutOfTime
 from parplan.planner.search.schemes import no_updates, schemes_of, shapes, updates_lost
 from parplan.planner.search.simpler import Candidate, differences, simplest
-from parplan.planner.search.stages import least_work_s
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
@@ -390,7 +389,7 @@ class _Run:
             own_s = min(best.objective_s, self.case.objective_s(best.plan))
             bound_s -= own_s - best.step_s if own_s > exact_s else 0.0
         if best.plan.schedule != SCHEDULES[0]:  # T and its bound are of micro-batches one by one
-            bound_s, self.covered = least_work_s(best.formulation, self.case.cluster.count), [STAGES]
+            bound_s, self.covered = self.search.least_work_s(), [STAGES]
         gap = max(0.0, (best.step_s - bound_s) / best.step_s) if best.step_s > 0 else 0.0
         return Proof(
             (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value, best.step_s, bound_s, gap,

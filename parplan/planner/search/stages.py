@@ -21,13 +21,12 @@ from parplan.lowering.pipeline.orders import most_in_flight, orders
 from parplan.plan import SCHEDULES, Plan, Strategy
 from parplan.planner.search.context import SIMULATED, Case, pipeline_peaks, simulated_step
 from parplan.planner.search.formulations import Formulations
-from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.pin_search import masked
 from parplan.planner.simulation.priced_program import lowered, priced
 from parplan.planner.solver.problem import Problem, restrict
 from parplan.planner.solver.solve import solve
 
-__all__ = ["Staged", "fastest_in_stages", "least_work_s", "why_not"]
+__all__ = ["Staged", "fastest_in_stages", "why_not", "why_one_group"]
 
 SHARE = 0.2
 """Part of the time left for the strategies of one number of stages."""
@@ -49,10 +48,16 @@ class Staged:
 
 def why_not(case: Case) -> str:
     """The reason for which no stages are tried, in words; empty where they are."""
-    graph, cluster, request = case.graph, case.cluster, case.request
+    graph = case.graph
     results = [graph.values[value] for value in graph.user_outputs if isinstance(value, str)]
     if not graph.training or not any(spec.shape == () and spec.requires_grad for spec in results):
         return "the model has no loss inside, from which the last stage goes back (give loss=fn, targets=...)"
+    return why_one_group(case)
+
+
+def why_one_group(case: Case) -> str:
+    """The reason in the devices, or in what is asked for, for which layers are not spread over equal groups of them."""
+    cluster, request = case.cluster, case.request
     if cluster.home is not None:
         return "one process runs all devices; under torchrun every process takes its own stage"
     if cluster.mixed or not 1 < cluster.count <= SIMULATED:
@@ -65,15 +70,6 @@ def why_not(case: Case) -> str:
     ):
         return "they are not compared beside a plan, pins, a scheme or strict rules"
     return ""
-
-
-def least_work_s(formulation: Formulation, devices: int) -> float:
-    """Seconds that no plan takes less than: the least work of every layer, shared by all devices."""
-    total = 0.0
-    for index, options in enumerate(formulation.options):
-        each = (len(o.strategy.devices) * (o.cost.forward_s + o.cost.backward_s) for o in options)
-        total += formulation.times(index) * min(each)
-    return formulation.parts.micro_batches * total / devices
 
 
 def fastest_in_stages(search: Formulations, below_s: float, groups: int | None = None) -> Staged | None:

@@ -8,6 +8,7 @@ from parplan.plan import Scheme
 from parplan.planner.decision import (
     ANY_BLOCK,
     BRANCHES,
+    MESHES,
     SHARDED,
     SOME_BRANCHES,
     STAGES,
@@ -138,6 +139,11 @@ def claim(decision: Decision) -> str:
         compared.append(f"plans with sharded state {also}")
     if STAGES in proof.covered:
         compared = ["plans in stages were compared by one cut each, and the bound is the least work of all layers"]
+    if MESHES in proof.covered:
+        compared = [
+            "stages, data-parallel copies and tensor groups of equal blocks were counted, and the bound is the least "
+            "work of all layers"
+        ]
     aside = f"; {', and '.join(compared)}" if compared else ""
     if proof.status == "OPTIMAL":
         return f"no plan{which} is faster under these costs{aside}"
@@ -145,7 +151,7 @@ def claim(decision: Decision) -> str:
         return "the best plan found in the time; how much faster another one could be is not known"
     known_s = proof.objective if proof.simpler is None else proof.simpler.fastest_s
     longer = "; a longer `--time-limit` may find a faster one or rule it out"
-    open_gap = not proof.given and known_s > proof.bound * (1 + LEAST)
+    open_gap = not proof.given and MESHES not in proof.covered and known_s > proof.bound * (1 + LEAST)
     return f"{_least(decision, which)} under these costs{aside}{longer * open_gap}"
 
 
@@ -156,7 +162,7 @@ def conditions(decision: Decision) -> list[str]:
     """
     proof, wants = decision.proof, list[str]()
     covered = proof.covered
-    if STAGES in covered:
+    if STAGES in covered or MESHES in covered:
         return ["has as many micro-batches"] * proof.given  # else the bound is of all plans
     if decision.cluster.count > 1 and ANY_BLOCK not in covered:
         wants.append("has its layers on the first devices")

@@ -135,7 +135,7 @@ def test_layers_have_all_of_it(kind: str) -> None:
         over = memory_over_step(model, program)
         for point in draw.sample(range(len(over)), 12):
             device = draw.randrange(over.shape[1])
-            assert sum(memory_by_layer(model, program, [point], device)[0].values()) == over[point, device]
+            assert sum(memory_by_layer(model, program, [point], device)[0][0].values()) == over[point, device]
 
 
 # ---- by hand, and against the sum over layers ------------------------------------------------------------------------

@@ -1,0 +1,125 @@
+"""Plans of models of equal blocks as meshes: stages x data-parallel copies x tensor groups, counted, then laid out.
+
+Counted blocks are priced in a second where a search over all layers takes minutes (planner/mesh), and each of them may
+be cut, copied, staged and replayed at once. The mesh is a guess: its plan has to fit by its own peak, transfers
+included, and what is said of its step is simulated like that of any plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from parplan.cost_models.optimizers import optimizer_memory
+from parplan.errors import CaptureError, InfeasiblePlan, PlanError
+from parplan.graph.resized import with_fewer_blocks
+from parplan.plan import SCHEDULES
+from parplan.planner.mesh.parts import Parts, blocks_of
+from parplan.planner.mesh.plan import plan_of
+from parplan.planner.mesh.search import Model, fastest, priced_mesh
+from parplan.planner.mesh.step import Links, Mesh, ParameterBytes, Step
+from parplan.planner.search.context import Case, pipeline_peaks
+from parplan.planner.search.stages import Staged, why_not, why_one_group
+
+__all__ = ["Meshed", "fastest_mesh"]
+
+COPIES = 5
+"""Blocks that stand for all: of five and more the solver plans those in the middle alike."""
+
+TRIES = 6
+"""Meshes that are laid out, each with less memory than the one before by what that one's plan lacked."""
+
+
+MOST_TASKS = 300_000
+"""Tasks of a simulated step, counted as layers x devices x micro-batches, up to which meshes in stages are compared:
+about ten seconds."""
+
+
+@dataclass(frozen=True)
+class Meshed:
+    """A plan of a mesh.
+
+    Args:
+        whole_s: about what the fastest mesh takes that is of one group, and of no more micro-batches than were asked
+            for; inf where none fits.
+    """
+
+    staged: Staged
+    whole_s: float
+
+
+def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | None:
+    """The plan of the fastest mesh that fits; None where none was found.
+
+    Args:
+        case: of the whole batch, or of the micro-batches that were asked for.
+        sized: the case at the size of so many micro-batches, counted in those of `case`; None where there is none.
+    """
+    graph, cluster, asked = case.graph, case.cluster, case.costs.step.micro_batches
+    if why_one_group(case) or case.fold is None or graph.batch is None:
+        return None
+    refused, batch = set[int](), asked * graph.batch
+    most = 0 if why_not(case) else MOST_TASKS // (len(graph.layers) * cluster.count)
+
+    def allowed(mesh: Mesh) -> bool:
+        if mesh.micro_batches % asked or mesh.micro_batches in refused:
+            return False
+        return mesh.groups == 1 or mesh.micro_batches <= most
+
+    try:
+        blocks = blocks_of(graph)
+        few = with_fewer_blocks(graph, blocks, COPIES)
+        model = Model(few, blocks.copies, _held(case), case.request.precision)
+        links, known = Links(cluster, prefetch=False), None
+        memory_bytes = limit = min(device.memory_bytes for device in cluster.devices)
+        for _ in range(TRIES):
+            known = _within(model, links, known, limit)
+            if known is None:
+                chosen = fastest(model, batch, links, allowed, limit)
+                known = chosen.step, chosen.parts
+            step, parts = known
+            own = sized(step.mesh.micro_batches // asked)
+            if own is None:
+                refused.add(step.mesh.micro_batches)
+                known = None
+                continue
+            plan = plan_of(own.graph, parts, step)
+            serial = plan.schedule == SCHEDULES[0]
+            peaks = own.costs.peaks(plan.layers) if serial else pipeline_peaks(plan, own.graph, own.costs)
+            if peaks is None:
+                return None
+            if max(peaks) <= memory_bytes:
+                whole_s = _whole_s(model, batch, links, asked)
+                return Meshed(Staged(plan, own.step_s(plan), peaks), whole_s)
+            limit = int(step.nbytes) - (max(peaks) - memory_bytes)
+    except (CaptureError, InfeasiblePlan, PlanError):
+        pass  # no blocks, no other batch, nothing that fits: the search over all layers says why
+    return None
+
+
+def _within(model: Model, links: Links, known: tuple[Step, Parts] | None, limit: float) -> tuple[Step, Parts] | None:
+    """The same mesh within less memory; None where it does not fit, or there is none yet."""
+    if known is None:
+        return None
+    step = priced_mesh(model, known[1], known[0].mesh, links, limit)
+    return None if step is None else (step, known[1])
+
+
+def _whole_s(model: Model, batch: int, links: Links, micro_batches: int) -> float:
+    """Seconds of the fastest mesh of one group in so many micro-batches; inf where none fits."""
+    try:
+        alone = fastest(model, batch, links, lambda mesh: mesh.micro_batches == micro_batches and mesh.groups == 1)
+    except InfeasiblePlan:
+        return inf
+    return alone.step.seconds
+
+
+def _held(case: Case) -> ParameterBytes:
+    """Bytes of a trained number, of the type that the most have."""
+    graph, by_type = case.graph, dict[int, int]()
+    for name in graph.parameters:
+        size = graph.values[name].dtype.itemsize
+        by_type[size] = by_type.get(size, 0) + graph.values[name].elements
+    each = max(by_type, key=lambda size: by_type[size])
+    return ParameterBytes(each, each, each * optimizer_memory(case.request.optimizer).states)

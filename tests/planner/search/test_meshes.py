@@ -1,0 +1,106 @@
+"""Meshes of equal blocks in the search: plans that fit and run, beside what a search over all layers finds."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parplan.api import analyze, verify
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.graph.capture.capture import capture
+from parplan.graph.resized import at_batch
+from parplan.planner.decision import MESHES
+from parplan.planner.search.context import pipeline_peaks
+from parplan.planner.search_space.verifier import check
+from parplan.planner.simulation.timeline import simulate
+from parplan.report.analysis import Analysis
+
+BLOCKS, WIDTH, BATCH, LENGTH = 14, 512, 8, 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return result
+
+
+class Deep(nn.Module):
+    """Equal blocks between two layers, with its loss or without."""
+
+    def __init__(self, counted: bool = True) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, WIDTH), nn.Linear(WIDTH, 32)
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.counted = counted
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made: Tensor = self.last(self.blocks(self.first(x)))
+        return functional.mse_loss(made, y) if self.counted else made + y
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    return torch.randn(BATCH, LENGTH, 32), torch.randn(BATCH, LENGTH, 32)
+
+
+# 28 M parameters: weights, gradients and adam's state take 448 MiB, whole.
+SMALL: dict[str, Any] = {
+    "gpus": "4x1",
+    "gpu": "v100",
+    "link": "10gbe",
+    "memory_bytes": 200 << 20,
+    "time_limit_s": 1000.0,
+}
+
+
+@cache
+def planned(counted: bool = True, **more: Any) -> Analysis:
+    return analyze(Deep(counted), inputs(), **{**SMALL, **more})
+
+
+def test_the_plan_of_a_mesh_fits_and_is_what_is_simulated() -> None:
+    found = planned()
+    plan, step = found.plan, found.prediction
+    assert MESHES in found.proof.covered
+    assert plan.schedule == "1f1b"  # on slow links
+    graph = at_batch(capture(Deep(), inputs()), BATCH // plan.micro_batches)
+    costs = RooflineCosts(graph, found.cluster, micro_batches=plan.micro_batches)
+    check(plan, graph)
+    assert step.step_s == pytest.approx(simulate(graph, found.cluster, costs, plan).step_s, rel=1e-9)
+    assert step.memory_bytes == pipeline_peaks(plan, graph, costs)
+    assert max(step.memory_bytes) <= SMALL["memory_bytes"]
+    assert 0 < found.proof.bound <= step.step_s
+    text = " ".join(str(found).split())
+    assert "tensor groups of equal blocks were counted" in text
+    assert "stage 1 of" in text
+    assert "time-limit" not in text
+
+
+def test_no_slower_than_a_search_over_all_layers() -> None:
+    found, without = planned(), planned(stages=1)
+    assert MESHES not in without.proof.covered
+    assert max(without.prediction.memory_bytes) <= SMALL["memory_bytes"]
+    assert found.prediction.step_s < without.prediction.step_s
+
+
+def test_without_a_loss_inside_there_are_no_stages() -> None:
+    found = planned(counted=False)
+    assert found.plan.schedule == "serial"
+    assert max(found.prediction.memory_bytes) <= SMALL["memory_bytes"]
+    assert str(found).count("chosen\n") <= 1
+
+
+def test_the_number_of_micro_batches_asked_for_is_kept() -> None:
+    assert planned(micro_batches=4).plan.micro_batches == 4
+
+
+def test_a_mesh_trains_as_the_plain_model() -> None:
+    assert verify(Deep(), inputs(), plan=planned().plan).passed
