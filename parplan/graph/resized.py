@@ -83,23 +83,21 @@ def with_fewer_blocks(graph: LayerGraph, blocks: Blocks, copies: int) -> LayerGr
     if copies >= blocks.copies:
         return graph
     left = blocks.begin + copies * blocks.period
-    out, last, stands = (
-        names[left : blocks.end],
-        names[blocks.end - blocks.period : blocks.end],
-        dict[fx.Node, fx.Node](),
-    )
+    out, last = names[left : blocks.end], names[blocks.end - blocks.period : blocks.end]
+    stands = dict[fx.Node, fx.Node]()
     for name, like in zip(last, names[left - blocks.period : left], strict=True):
         stands.update(zip(graph.layers[name].nodes, graph.layers[like].nodes, strict=True))
     gone = {node for name in out for node in graph.layers[name].nodes}
-    outside = [node for layer in graph.layers.values() for node in layer.nodes if node not in gone]
-    for node in outside:
-        if early := next((one for one in node.all_input_nodes if one in gone and one not in stands), None):
-            raise CaptureError(f"{graph.model}: {node.name} takes {early.name}, of a block in the middle")
-    kept = fx.Graph()
-    copied = dict[fx.Node, fx.Node]()
-    for node in graph.layers[names[0]].nodes[0].graph.nodes:
-        if node not in gone and node.op != "output":
+    in_layers = {node for layer in graph.layers.values() for node in layer.nodes}
+    kept, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in next(iter(in_layers)).graph.nodes:
+        if node in gone or node.op == "output":
+            continue
+        early = next((one for one in node.all_input_nodes if stands.get(one, one) not in copied), None)
+        if early is None:
             copied[node] = kept.node_copy(node, lambda one: copied[stands.get(one, one)])
+        elif node in in_layers:
+            raise CaptureError(f"{graph.model}: {node.name} takes {early.name}, of a block in the middle")
     instead = {node.name: like.name for node, like in stands.items()}
     results = tuple(instead.get(one, one) if isinstance(one, str) else one for one in graph.user_outputs)
     if returned := next((node.name for node in gone if node.name in results), None):
@@ -107,7 +105,7 @@ def with_fewer_blocks(graph: LayerGraph, blocks: Blocks, copies: int) -> LayerGr
     layers = {
         name: _reads(layer, instead, tuple(copied[node] for node in layer.nodes))
         for name, layer in graph.layers.items()
-        if name not in set(out)
+        if name not in out
     }
     taken = {name for one in out for name in (*graph.layers[one].parameters, *graph.layers[one].buffers)}
     taken -= {name for layer in layers.values() for name in (*layer.parameters, *layer.buffers)}

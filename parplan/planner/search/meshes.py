@@ -57,7 +57,7 @@ def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | No
         sized: the case at the size of so many micro-batches, counted in those of `case`; None where there is none.
     """
     graph, cluster, asked = case.graph, case.cluster, case.costs.step.micro_batches
-    if why_one_group(case) or case.fold is None or graph.batch is None:
+    if why_one_group(case) or case.fold is None or graph.batch is None or graph.profiled:
         return None
     refused, batch = set[int](), asked * graph.batch
     most = 0 if why_not(case) else MOST_TASKS // (len(graph.layers) * cluster.count)
@@ -110,7 +110,7 @@ def _whole_s(model: Model, batch: int, links: Links, micro_batches: int) -> floa
     """Seconds of the fastest mesh of one group in so many micro-batches; inf where none fits."""
     try:
         alone = fastest(model, batch, links, lambda mesh: mesh.micro_batches == micro_batches and mesh.groups == 1)
-    except InfeasiblePlan:
+    except (InfeasiblePlan, PlanError):
         return inf
     return alone.step.seconds
 

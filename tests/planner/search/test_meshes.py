@@ -98,6 +98,14 @@ def test_without_a_loss_inside_there_are_no_stages() -> None:
     assert str(found).count("chosen\n") <= 1
 
 
+def test_fewer_samples_than_devices_leave_stages_alone() -> None:
+    few = torch.randn(2, LENGTH, 32), torch.randn(2, LENGTH, 32)
+    found = analyze(Deep(), few, **SMALL)
+    assert MESHES in found.proof.covered
+    assert found.plan.schedule == "1f1b"
+    assert found.plan.micro_batches == 2
+
+
 def test_the_number_of_micro_batches_asked_for_is_kept() -> None:
     assert planned(micro_batches=4).plan.micro_batches == 4
 
