@@ -30,7 +30,6 @@ COPIES = 5
 TRIES = 6
 """Meshes that are laid out, each with less memory than the one before by what that one's plan lacked."""
 
-
 MOST_TASKS = 300_000
 """Tasks of a simulated step, counted as layers x devices x micro-batches, up to which meshes in stages are compared:
 about ten seconds."""

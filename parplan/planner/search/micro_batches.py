@@ -115,7 +115,7 @@ def searched(
     if asked is not None and asked > 1:
         counts.in_stages(asked)
         return counts.found()
-    if asked is None and counts.too_large and counts.in_meshes():
+    if asked is None and counts.ways != _Ways() and counts.too_large and counts.in_meshes():
         return counts.found()
     counts.attempt(1, _Ways())
     if counts.tight and counts.ways != _Ways():

@@ -14,6 +14,7 @@ from parplan.api import analyze, verify
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.graph.resized import at_batch
+from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import MESHES
 from parplan.planner.search.context import pipeline_peaks
 from parplan.planner.search_space.verifier import check
@@ -112,3 +113,11 @@ def test_the_number_of_micro_batches_asked_for_is_kept() -> None:
 
 def test_a_mesh_trains_as_the_plain_model() -> None:
     assert verify(Deep(), inputs(), plan=planned().plan).passed
+
+
+def test_a_graph_in_evaluation_has_no_mesh() -> None:
+    graph, cluster = capture(Deep(), inputs(), training=False), planned().cluster
+    found = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(time_limit_s=1000.0))
+    assert MESHES not in found.proof.covered
+    assert not found.plan.replayed
+    assert found.plan.micro_batches == 1
