@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 
-__all__ = ["DecoderSize", "captured"]
+__all__ = ["DecoderSize", "captured", "decoder"]
 
 CAPTURED_BLOCKS = 5
 """Blocks of which a model is captured: of five and more the solver plans them alike."""
@@ -99,6 +99,11 @@ class _Decoder(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
+def decoder(size: DecoderSize, blocks: int | None = None) -> nn.Module:
+    """A decoder of these sizes: tokens and targets (N, sequence) to their loss."""
+    return _Decoder(size, size.layers if blocks is None else blocks)
+
+
 def captured(size: DecoderSize, samples: int = 2, blocks: int = CAPTURED_BLOCKS) -> LayerGraph:
     """A decoder of these sizes in bf16, captured with a few of its blocks.
 
@@ -106,6 +111,6 @@ def captured(size: DecoderSize, samples: int = 2, blocks: int = CAPTURED_BLOCKS)
         ParplanError: sizes that are no model.
     """
     with torch.device("meta"):
-        model = _Decoder(size, blocks).bfloat16()
+        model = decoder(size, blocks).bfloat16()
         tokens = torch.zeros(samples, size.sequence, dtype=torch.long)
     return capture(model, (tokens, tokens))

@@ -11,8 +11,9 @@ import io
 import random
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import parplan
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import unit_of
+from parplan.plan import Plan, Strategy
+from parplan.runtime.module.compiled import Compiled
 
 __all__ = ["TOLERANCE", "Outcome", "Run", "Script", "Verdict", "compare", "in_type", "judge", "worst"]
 
@@ -104,7 +109,12 @@ class Run:
         given = {"optimizer": "sgd", "pins": pins(self.plan, module, self.free), **self.options, **options}
         if self.ranks == 1:
             given.setdefault("devices", ["cpu"] * 2)
-        model = parplan.compile(module, example or None, **given)
+        model = parplan.compile(module, None, **given)
+        if self.plan in BY_HAND and isinstance(model, Compiled):
+            own = model._captures
+            own._planner = partial(BY_HAND[self.plan], own._planner)
+        if example:
+            model.prepare(*example)
         self._models.append(model)
         return model
 
@@ -208,12 +218,36 @@ def pins(plan: str, module: nn.Module, free: Sequence[str] = ()) -> list[str] | 
     """
     names = [name or "*" for name, layer in module.named_modules() if isinstance(layer, WITH_WEIGHTS)]
     names = [name for name in names if name not in free]
-    half = {"replicas": len(names), "shards": 0, "mixed": len(names) // 2, "slices": len(names)}.get(plan)
+    half = {
+        "replicas": len(names),
+        "shards": 0,
+        "mixed": len(names) // 2,
+        "slices": len(names),
+        "replays": len(names),
+    }.get(plan)
     if half is None or not names:
         return None
     states = (" state:sharded", " state:gathered") if plan == "slices" else ("", "")
     ways = ("replicas" if number < half else "shards" for number in range(len(names)))
     return [f"{name}={way}:2{states[number % 2]}" for number, (name, way) in enumerate(zip(names, ways, strict=True))]
+
+
+def _replayed(planner: Callable[[LayerGraph], Plan], graph: LayerGraph) -> Plan:
+    """A planner's plan with every unit replayed."""
+    plan, known = planner(graph), unit_of(graph)
+    layers = {name: replace(own, saved="replay") if name in known else own for name, own in plan.layers.items()}
+    return replace(plan, layers=layers)
+
+
+def _in_stages(planner: Callable[[LayerGraph], Plan], graph: LayerGraph) -> Plan:
+    """The first half of a model's layers on one device and the second on another, in two micro-batches."""
+    chosen = {
+        name: Strategy(devices=(int(2 * number >= len(graph.layers)),)) for number, name in enumerate(graph.layers)
+    }
+    return Plan(graph.model, graph.fingerprint, graph.batch or 1, 2, chosen, micro_batches=2, schedule="1f1b")
+
+
+BY_HAND = {"replays": _replayed, "stages": _in_stages}
 
 
 def compare(found: Run, wanted: Run, tolerance: float = TOLERANCE, of_states: float = 0.0) -> list[str]:

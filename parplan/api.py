@@ -54,6 +54,7 @@ def analyze(
     scheme: str = "auto",
     micro_batches: int | None = None,
     stages: int | None = None,
+    schedule: str | None = None,
     precision: str = "fp32",
     optimizer: str = "adam",
     memory_bytes: int | None = None,
@@ -83,6 +84,7 @@ def analyze(
             replica's at a time), "interleave" (a share of each at a time), or "auto", as is fastest.
         micro_batches: equal parts of the batch whose gradients add up; default: one, or as many as memory asks for.
         stages: groups of devices that work as pipeline stages; default: where memory is short, what is fastest.
+        schedule: in which order stages take micro-batches, "gpipe" or "1f1b"; default: as is fastest.
         measure: time layers on the device that is here instead of estimating.
         as_profiled: leave out how fast the device is now, so that measured costs are the same in every run.
         tolerance: share of the fastest step to give up for a simpler plan, above all one that people write by hand; 0
@@ -131,6 +133,7 @@ def analyze_profile(
     scheme: str = "auto",
     micro_batches: int | None = None,
     stages: int | None = None,
+    schedule: str | None = None,
     optimizer: str = "adam",
     memory_bytes: int | None = None,
     batch: int | None = None,
@@ -206,6 +209,7 @@ def compile(  # the name users know from torch.compile
     scheme: str = "auto",
     micro_batches: int | None = None,
     stages: int | None = None,
+    schedule: str | None = None,
     precision: str = "fp32",
     optimizer: str = "adam",
     time_limit_s: float = 60.0,
@@ -223,7 +227,8 @@ def compile(  # the name users know from torch.compile
         inputs: under torchrun, each process brings its "own" samples; shards of one replica of the first layer the
             same, as a "group" (`parplan.PlanSampler`); or all the "same", which hold no samples (a graph, a state).
         same_draws: True: processes seeded alike drop alike, as under DistributedDataParallel; else apart.
-        plan, pins, rules, scheme, micro_batches, stages, precision, optimizer, time_limit_s, tolerance: as `analyze`'s.
+        plan, pins, rules, scheme, micro_batches, stages, schedule, precision, optimizer, time_limit_s, tolerance: as in
+            `analyze`.
         threads: True: each logical device of this process has a thread; a function is called first there (its number).
         check: compare the program with the plain module: "first" before a capture's first step, "always", or "off".
         initialise, weights: of tensors on the meta device: a function of a module; saved ones (docs/sharded-state.md).

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from parplan.cluster import Cluster
 from parplan.cost_models.optimizers import OPTIMIZER_MEMORY
 from parplan.pins import Pin, read_pins
-from parplan.plan import Plan
+from parplan.plan import SCHEDULES, Plan
 from parplan.planner.option_fields import gpu_count, memory_bytes, option, positive, share, whole_number
 
 __all__ = ["Listener", "PlanOptions", "PlanRequest"]
@@ -73,6 +73,10 @@ class PlanOptions:
     stages: int | None = option(
         None, "groups of devices that work as pipeline stages (default: where memory is short, what is fastest)",
         type=whole_number, metavar="S",
+    )  # fmt: skip
+    schedule: str | None = option(
+        None, "in which order stages take micro-batches; goes with --stages (default: as is fastest)",
+        choices=SCHEDULES[1:],
     )  # fmt: skip
     measure: bool = option(False, "time the layers on the device that is here")
     as_profiled: bool = option(

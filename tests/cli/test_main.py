@@ -96,6 +96,7 @@ def test_defaults_reach_the_planner(model: str, calls: Calls) -> None:
     assert given == {
         "module": "Net", "shape": (8, 6), "kwargs": {}, "batch": None, "gpus": None, "gpu": None, "link": None,
         "cluster": None, "rules": "default", "scheme": "auto", "micro_batches": None, "stages": None,
+        "schedule": None,
         "precision": "fp32", "optimizer": "adam", "memory_bytes": None, "measure": False, "as_profiled": False,
         "time_limit_s": 60.0,
         "tolerance": 0.03,
@@ -114,6 +115,7 @@ OPTIONS = [
     ("--scheme broadcast", "scheme", "broadcast"),
     ("--micro-batches 4", "micro_batches", 4),
     ("--stages 2", "stages", 2),
+    ("--schedule gpipe", "schedule", "gpipe"),
     ("--precision bf16", "precision", "bf16"),
     ("--optimizer sgd", "optimizer", "sgd"),
     ("--memory 1.5", "memory_bytes", 3 * 2**29),

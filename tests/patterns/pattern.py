@@ -11,7 +11,7 @@ from benchmarks.training import TOLERANCE, Outcome, Script, Verdict
 __all__ = ["CELLS", "LAUNCHES", "PLANS", "Pattern", "Section", "first_match"]
 
 LAUNCHES = ("one", "ranks")  # two logical devices in one process; two processes under torchrun
-PLANS = ("replicas", "shards", "mixed", "slices", "solver")
+PLANS = ("replicas", "shards", "mixed", "slices", "replays", "stages", "solver")
 CELLS = tuple(f"{launch}/{plan}" for launch in LAUNCHES for plan in PLANS)
 
 
@@ -54,7 +54,7 @@ class Pattern:
 
 def first_match(by_cells: Mapping[str, str], cell: str) -> str | None:
     """The text of the first entry whose cells ("ranks/*") include `cell`; slices are refused where replicas are."""
-    cells = (cell, cell.replace("/slices", "/replicas"))
+    cells = (cell, cell.replace("/slices", "/replicas").replace("/replays", "/replicas"))
     return next((text for one in cells for known, text in by_cells.items() if fnmatchcase(one, known)), None)
 
 

@@ -154,9 +154,9 @@ def outcome(module: nn.Module, call: Callable[..., Any], *args: Any) -> Outcome:
     own = [t.clone().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t for t in leaves]
     module.zero_grad(set_to_none=True)
     results = [r for r in pytree.tree_leaves(call(*pytree.tree_unflatten(own, spec))) if isinstance(r, Tensor)]
-    generator = torch.Generator().manual_seed(7)
-    pulls = [torch.randn(r.shape, dtype=torch.float64, generator=generator) for r in results if r.requires_grad]
-    torch.autograd.backward([r for r in results if r.requires_grad], pulls)
+    pulled, generator = [r for r in results if r.requires_grad], torch.Generator().manual_seed(7)
+    pulls = [torch.randn(r.shape, dtype=torch.float64, device="cpu", generator=generator) for r in pulled]
+    torch.autograd.backward(pulled, [pull.to(r.device) for pull, r in zip(pulls, pulled, strict=True)])
     found = {f"result {i}": r.detach() for i, r in enumerate(results)}
     found |= {f"input {i}": t.grad for i, t in enumerate(own) if isinstance(t, Tensor) and t.grad is not None}
     found |= {f"gradient of {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}

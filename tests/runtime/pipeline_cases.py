@@ -143,22 +143,30 @@ class Staging:
 
 
 def trained(
-    staging: Staging, samples: int, net: Callable[[], nn.Module] = Tower, sizes: Sequence[int] = (), steps: int = 3
+    staging: Staging,
+    samples: int,
+    net: Callable[[], nn.Module] = Tower,
+    sizes: Sequence[int] = (),
+    steps: int = 3,
+    place: str = "cpu",
+    threads: bool = False,
 ) -> Compiled:
     """Losses, results, norms and weights of steps with AdamW and clipping: the plain model's.
 
     Args:
         samples: per step; of later steps `sizes`, where they are given.
+        place: where the model and, in one process, all logical devices are.
+        threads: each logical device has one.
     """
     torch.manual_seed(0)
-    own = net()
+    own = net().to(place)
     plain = copy.deepcopy(own)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    places = None if dist.is_initialized() else ["cpu"] * staging.devices
-    model = Compiled(own, staging.plan, devices=places)
+    places = None if dist.is_initialized() else [place] * staging.devices
+    model = Compiled(own, staging.plan, devices=places, threads=threads)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, plain)]
     for number in range(steps):
-        batch = tokens((sizes or (samples,) * steps)[number])
+        batch = [tensor.to(place) for tensor in tokens((sizes or (samples,) * steps)[number])]
         part = [tensor.tensor_split(ranks)[rank] for tensor in batch]
         (found, scores), (wanted, all_scores) = model(*part), plain(*batch)
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)

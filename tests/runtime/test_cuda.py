@@ -6,10 +6,13 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
+from parplan.plan import STATES
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import differences, outcome, planner, spread
 from tests.runtime.nets import conv_net
+from tests.runtime.pipeline_cases import Staging, Tower, trained
 
 PLACES = {
     "one GPU four times": ["cuda:0"] * 4,
@@ -43,3 +46,43 @@ def test_copies_follow_the_optimizer() -> None:
             optimizer.step()
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-8, atol=1e-8)
+
+
+STAGINGS = {
+    "micro-batches": Staging(1, 4, 3),
+    "stages": Staging(2, 2, 4),
+    "gpipe": Staging(4, 4, 4, "gpipe"),
+    "interleaved": Staging(2, 4, 4, rounds=2),
+    "replays": Staging(2, 4, 4, saved="replay"),
+    **{f"{state} state": Staging(1, 4, 1, state=state) for state in STATES[1:]},
+    "everything": Staging(2, 4, 4, state="gathered", saved="replay"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("kind", STAGINGS)
+def test_training_on_a_gpu_is_the_plain_models(kind: str, threads: bool) -> None:
+    trained(STAGINGS[kind], 12, lambda: Tower(tied=kind == "stages"), place="cuda:0", threads=threads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("kind", ["data", "hybrid", "out-features"])
+def test_work_that_takes_longer_than_its_launch(kind: str, threads: bool) -> None:
+    """Streams that do not wait for each other show in products of milliseconds, and in none of microseconds."""
+    torch.manual_seed(0)
+    width = 2048
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6))).double().cuda()
+    model = Compiled(
+        copy.deepcopy(plain), planner(spread(4, kind), 4), devices=["cuda:0"] * 4, threads=threads, check="off"
+    )
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01, momentum=0.9) for one in (model, plain)]
+    for _ in range(5):
+        x = torch.randn(width, width, dtype=torch.float64, device="cuda")
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            one(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)

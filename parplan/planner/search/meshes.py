@@ -41,7 +41,7 @@ class Meshed:
 
     Args:
         whole_s: about what the fastest mesh takes that is of one group, and of no more micro-batches than were asked
-            for; inf where none fits.
+            for; inf where none fits, or stages were asked for.
     """
 
     staged: Staged
@@ -60,8 +60,11 @@ def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | No
         return None
     refused, batch = set[int](), asked * graph.batch
     most = 0 if why_not(case) else MOST_TASKS // (len(graph.layers) * cluster.count)
+    groups, schedule = case.request.stages, case.request.schedule
 
     def allowed(mesh: Mesh) -> bool:
+        if groups not in (None, mesh.groups) or schedule not in (None, mesh.schedule):
+            return False
         if mesh.micro_batches % asked or mesh.micro_batches in refused:
             return False
         return mesh.groups == 1 or mesh.micro_batches <= most
@@ -89,7 +92,7 @@ def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | No
             if peaks is None:
                 return None
             if max(peaks) <= memory_bytes:
-                whole_s = _whole_s(model, batch, links, asked)
+                whole_s = inf if groups else _whole_s(model, batch, links, asked)
                 return Meshed(Staged(plan, own.step_s(plan), peaks), whole_s)
             limit = int(step.nbytes) - (max(peaks) - memory_bytes)
     except (CaptureError, InfeasiblePlan, PlanError):

@@ -108,14 +108,19 @@ def searched(
         micro_batched: None: with the case's own number of micro-batches.
 
     Raises:
-        InfeasiblePlan, PinError, PlanError: there is no plan.
+        InfeasiblePlan, PinError, PlanError: there is no plan, or options contradict each other.
     """
     counts = _Counts(case, questions, micro_batched)
     asked = case.request.stages
+    if case.request.schedule is not None and (asked or 1) == 1:
+        raise PlanError(
+            f"schedule {case.request.schedule} is of pipeline stages; say how many with --stages S (stages=S), or "
+            "leave it out"
+        )
+    if asked != 1 and counts.ways != _Ways() and counts.too_large and counts.in_meshes():
+        return counts.found()
     if asked is not None and asked > 1:
         counts.in_stages(asked)
-        return counts.found()
-    if asked is None and counts.ways != _Ways() and counts.too_large and counts.in_meshes():
         return counts.found()
     counts.attempt(1, _Ways())
     if counts.tight and counts.ways != _Ways():

@@ -134,7 +134,7 @@ def _cut(case: Case, layers: Mapping[str, Strategy], groups: int) -> Iterator[tu
         micro_batches=count,
     )  # fmt: skip
     load = _load(case, plan, cluster.count // groups)
-    for schedule in PIPELINED:
+    for schedule in PIPELINED if case.request.schedule is None else (case.request.schedule,):
         for rounds in ROUNDS if schedule == "1f1b" else ROUNDS[:1]:
             if rounds > 1 and count % groups:
                 continue

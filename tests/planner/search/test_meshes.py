@@ -14,6 +14,7 @@ from parplan.api import analyze, verify
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.graph.resized import at_batch
+from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import MESHES
 from parplan.planner.search.context import pipeline_peaks
@@ -121,3 +122,17 @@ def test_a_graph_in_evaluation_has_no_mesh() -> None:
     assert MESHES not in found.proof.covered
     assert not found.plan.replayed
     assert found.plan.micro_batches == 1
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_a_mesh_has_the_stages_that_were_asked_for(groups: int) -> None:
+    found = planned(stages=groups)
+    assert MESHES in found.proof.covered
+    assert len(stage_numbers(capture(Deep(), inputs()), found.plan.layers).groups) == groups
+    assert found.prediction.step_s >= planned().prediction.step_s
+
+
+def test_a_schedule_that_meshes_lack_is_searched_over_all_layers() -> None:
+    found = planned(stages=4, schedule="gpipe")
+    assert found.plan.schedule == "gpipe"
+    assert MESHES not in found.proof.covered

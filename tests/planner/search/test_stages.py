@@ -140,3 +140,14 @@ def test_a_loss_outside_has_no_stages() -> None:
 def test_too_little_memory_for_any_stages() -> None:
     with pytest.raises(InfeasiblePlan, match="no plan in 2 stages"):
         planned(stages=2, memory_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_schedule_that_was_asked_for(schedule: str) -> None:
+    assert planned(stages=2, micro_batches=4, schedule=schedule).plan.schedule == schedule
+
+
+@pytest.mark.parametrize("stages", [None, 1])
+def test_a_schedule_without_stages_is_refused(stages: int | None) -> None:
+    with pytest.raises(PlanError, match="schedule gpipe is of pipeline stages; say how many with --stages S"):
+        planned(stages=stages, schedule="gpipe")
