@@ -26,7 +26,6 @@ import parplan
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import unit_of
 from parplan.plan import Plan, Strategy
-from parplan.runtime.module.compiled import Compiled
 
 __all__ = ["TOLERANCE", "Outcome", "Run", "Script", "Verdict", "compare", "in_type", "judge", "worst"]
 
@@ -109,12 +108,13 @@ class Run:
         given = {"optimizer": "sgd", "pins": pins(self.plan, module, self.free), **self.options, **options}
         if self.ranks == 1:
             given.setdefault("devices", ["cpu"] * 2)
-        model = parplan.compile(module, None, **given)
-        if self.plan in BY_HAND and isinstance(model, Compiled):
-            own = model._captures
-            own._planner = partial(BY_HAND[self.plan], own._planner)
-        if example:
-            model.prepare(*example)
+        if self.plan in CHANGED:
+            model = parplan.compile(module, **given)
+            model._captures._planner = partial(CHANGED[self.plan], model._captures._planner)
+            if example:
+                model.prepare(*example)
+        else:
+            model = parplan.compile(module, example or None, **given)
         self._models.append(model)
         return model
 
@@ -213,7 +213,8 @@ def pins(plan: str, module: nn.Module, free: Sequence[str] = ()) -> list[str] | 
     Args:
         plan: "replicas": two of every layer; "shards": two of every layer with weights; "mixed": replicas of the first
             half of the layers with weights, shards of the rest; "slices": two replicas of every layer, their state in
-            slices, of every second one gathered twice; "solver": nothing is decided by hand.
+            slices, of every second one gathered twice; "replays": replicas, of which every unit is replayed; "stages":
+            two, of one device each; "solver": nothing is decided by hand.
         free: names of layers that are left to the solver in any case.
     """
     names = [name or "*" for name, layer in module.named_modules() if isinstance(layer, WITH_WEIGHTS)]
@@ -247,7 +248,8 @@ def _in_stages(planner: Callable[[LayerGraph], Plan], graph: LayerGraph) -> Plan
     return Plan(graph.model, graph.fingerprint, graph.batch or 1, 2, chosen, micro_batches=2, schedule="1f1b")
 
 
-BY_HAND = {"replays": _replayed, "stages": _in_stages}
+CHANGED = {"replays": _replayed, "stages": _in_stages}
+"""Plans that no pins give, made of the planner's."""
 
 
 def compare(found: Run, wanted: Run, tolerance: float = TOLERANCE, of_states: float = 0.0) -> list[str]:

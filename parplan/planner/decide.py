@@ -56,7 +56,7 @@ from parplan.planner.search.schemes import (
 from parplan.planner.search.select import Found, ShapeSearch
 from parplan.planner.search.simpler import Candidate, differences, plan_by_hand
 from parplan.planner.search_space.formulation import Formulation
-from parplan.planner.search_space.infeasible_message import nearest_to_fitting
+from parplan.planner.search_space.infeasible_message import enough_devices, nearest_to_fitting
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, pin_questions
 from parplan.planner.search_space.rules import parts_words
@@ -102,7 +102,10 @@ def decide(
         limit_s = case.deadline.part_s(BASELINE_TIME)
         return case.deadline.watched(solve(problem, limit_s))
 
-    result = searched(case, partial(_questions, request, cluster), micro_batched)
+    try:
+        result = searched(case, partial(_questions, request, cluster), micro_batched)
+    except InfeasiblePlan as reason:
+        raise InfeasiblePlan(f"{reason}{_larger(graph, cluster, request, micro_batched)}") from reason
     search, found, case = result.search, result.found, result.case
     by_hand = baselines(case.graph, cluster, case.costs, search.one_pass(), found.plan, solve_baseline)
     simulated = tuple(rival_in_passes(baseline, case) for baseline in by_hand)
@@ -110,8 +113,17 @@ def decide(
     decision = _explained(case, found, search.costs_s, simulated, search.asked.whole, begin)
     decision = replace(decision, micro_batches=result.tried)
     if request.plan is None and memory_excess(cluster, decision.prediction):
-        raise InfeasiblePlan(nearest_to_fitting(cluster, decision.prediction, by_hand) + result.why_whole)
+        nearest = nearest_to_fitting(cluster, decision.prediction, by_hand) + result.why_whole
+        raise InfeasiblePlan(f"{nearest}{_larger(graph, cluster, request, micro_batched)}")
     return with_pins(case, decision, search, search.asked) if request.pins else decision
+
+
+def _larger(graph: LayerGraph, cluster: Cluster, request: PlanRequest, micro_batched: MicroBatched | None) -> str:
+    """A machine that is large enough, for a message; empty where something is decided by hand."""
+    by_hand = micro_batched is None or request.plan is not None or request.pins or request.rules != "default"
+    if by_hand or not graph.training or cluster.mixed or cluster.home is not None:
+        return ""
+    return enough_devices(graph, cluster, request.precision, request.optimizer)
 
 
 def _questions(request: PlanRequest, cluster: Cluster, graph: LayerGraph) -> Questions:

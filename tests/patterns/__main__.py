@@ -15,7 +15,7 @@ from benchmarks.workers import Workers
 from parplan.files import check_writable, write_files
 from tests.patterns.cells import PATTERNS, launched
 from tests.patterns.known_wrong import KNOWN_WRONG
-from tests.patterns.pattern import LAUNCHES, PLANS, first_match
+from tests.patterns.pattern import BEYOND, LAUNCHES, PLANS, first_match
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
     troubles = 0
     for launch in LAUNCHES:
         with Workers(2 if launch == "ranks" else 1) as workers:
-            for name, cell in ((name, f"{launch}/{plan}") for name in PATTERNS for plan in PLANS):
+            for name, cell in ((name, f"{launch}/{plan}") for name in PATTERNS for plan in (*PLANS, *BEYOND)):
                 if not _among(name, options.only) or not _among(cell, options.cells):
                     continue
                 outcome = launched(workers, name, cell, dtype)

@@ -22,6 +22,11 @@ in one process on two logical devices, and under torchrun with two processes; wi
 replicas, in two shards, half of them each, and under the solver's own plan. "Right" means that losses, parameters and
 buffers are the plain run's to 1e-9 relative. "Refused" means an error of parplan's that says what to do.
 
+Two more plans are run and not listed: replicas with every unit replayed, which are right and refused where replicas
+are, and two pipeline stages with two micro-batches, which are right or refused: where this page says so of some plan,
+or as one micro-batch cannot stand for the batch ([micro-batches.md](micro-batches.md)). Without a loss in the model,
+stages run the whole batch at once.
+
 The patterns are in `tests/patterns/`, which writes this page: `python -m tests.patterns.page`. All cells are run by
 `python -m tests.patterns`; the tests run one plan of each per launch, and one in float32, where losses are compared to
 1e-3 and states to 0.2 (`--float32`: an optimizer takes whole steps along gradients that are nothing but rounding).

@@ -229,7 +229,10 @@ def partial_likelihood(run: Run) -> None:
     run.state(model)
 
 
-@SECTION("a flow: masked affine couplings, log-determinants, sampled through `reverse=True`")
+@SECTION(
+    "a flow: masked affine couplings, log-determinants, sampled through `reverse=True`",
+    refused={"ranks/stages": "is held as"},
+)
 def coupling_flow(run: Run) -> None:
     class Coupling(nn.Module):
         def __init__(self, odd: int) -> None:

@@ -15,7 +15,11 @@ from tests.patterns.page import PAGE, page
 from tests.patterns.pattern import CELLS, first_match
 
 # One plan of each pattern per launch; `python -m tests.patterns` runs all. Shards are where most can go wrong.
-PLANS_IN_TURN = {"one": ("mixed", "replicas", "shards", "solver"), "ranks": ("shards", "mixed", "slices", "replicas")}
+_CUT = ("shards", "mixed", "slices")
+PLANS_IN_TURN = {
+    "one": ("mixed", "replicas", "shards", "solver"),
+    "ranks": (*_CUT, "replicas", *_CUT, "replays", *_CUT, "stages"),
+}
 
 
 def _cells() -> Sequence[object]:

@@ -1,18 +1,30 @@
-"""Why there is no plan, in the reader's words: which device, when, which layers, how much is missing."""
+"""The message of a search without a plan: which device, when, which layers, how much is missing, and what would fit."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from parplan.cluster import Cluster
+from parplan.cluster import Cluster, Link
 from parplan.cost_models.costs import Moments
-from parplan.fields import size_text
+from parplan.cost_models.optimizers import optimizer_memory
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.errors import CaptureError, PlanError
+from parplan.fields import counted, size_text
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import unit_of
+from parplan.graph.resized import at_batch
+from parplan.lowering.micro_batches import equal_size
+from parplan.plan import SAVED, STATES, Strategy
 from parplan.planner.decision import Baseline, Prediction
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.solver.problem import Cause, Solution
 
-__all__ = ["nearest_to_fitting", "why_not"]
+__all__ = ["enough_devices", "nearest_to_fitting", "why_not"]
+
+MOST = 64
+"""Devices up to which a machine that is large enough is looked for: each number takes a second or two."""
 
 _REMEDIES = (
     "possible remedies: more devices, devices with more memory (--memory), a smaller --batch, --dtype bf16, or an "
@@ -63,3 +75,40 @@ def nearest_to_fitting(cluster: Cluster, step: Prediction, by_hand: Sequence[Bas
         f"no plan was found that fits with its transfers: the nearest one{name} needs {size_text(needed)} on {device}, "
         f"which has {size_text(limit)} and lacks {size_text(needed - limit)}\n  {_REMEDIES}"
     )
+
+
+def enough_devices(graph: LayerGraph, cluster: Cluster, precision: str, optimizer: str) -> str:
+    """The line of a message that names the fewest devices, doubled, on which data parallel training fits with all state
+    in slices, everything replayed and a sample at a time; empty where none do.
+
+    Args:
+        graph: of the whole batch, of equal devices with a process each.
+    """
+    batch, limit, count = graph.batch or 1, cluster.devices[0].memory_bytes, cluster.count
+    states, known = optimizer_memory(optimizer).states, unit_of(graph)
+    held = sum((2 + states) * graph.values[name].nbytes for name in graph.parameters)
+    while (count := 2 * count) <= min(batch, MOST):
+        if batch % count or held > count * limit:
+            continue
+        try:
+            parts, small = batch // count, at_batch(graph, equal_size(graph, batch // count))
+        except (CaptureError, PlanError):
+            parts, small = 1, graph  # what needs all samples at once
+        every = Strategy(count, 1, None, tuple(range(count)))
+        chosen = {
+            name: replace(
+                every if layer.batch is not None or layer.constant else Strategy(),
+                state=STATES[-1] if layer.parameters and layer.batch is not None else STATES[0],
+                saved=SAVED[-1] if name in known else SAVED[0],
+            )
+            for name, layer in small.layers.items()
+        }
+        wider = Cluster.of(cluster.devices[0], count, (Link("any", count, 0.0, 1.0),))  # memory is that of any link
+        most = max(RooflineCosts(small, wider, precision, optimizer, micro_batches=parts).peaks(chosen))
+        if most <= limit:
+            several = f"{parts} micro-batches of " if parts > 1 else ""
+            return (
+                f"\n  {count} of these devices are enough: data parallel with state in slices and recomputation, "
+                f"{several}{counted(batch // parts, 'sample')}, takes {size_text(most)} on each"
+            )
+    return ""
