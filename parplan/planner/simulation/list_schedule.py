@@ -6,7 +6,6 @@ searched: tasks come in the order in which a program takes them, and their times
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -82,21 +81,32 @@ class _ListSchedule:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
         numbers: dict[Hashable, int] = {}  # of resources: what follows meets numbers and bits only
-        self.masks = [
-            reduce(or_, (1 << numbers.setdefault(one, len(numbers)) for one in task.exclusive), 0) for task in tasks
-        ]
-        self.capacity = [
-            tuple((numbers.setdefault(one, len(numbers)), part) for one, part in task.capacity.items())
-            for task in tasks
-        ]
-        self.missing = [len(set(task.after)) for task in tasks]
+        # Many tasks have one object of each in common (step_tasks.py).
+        exclusive = {id(task.exclusive): task.exclusive for task in tasks}
+        capacity = {id(task.capacity): task.capacity for task in tasks}
+        held = {key: tuple(numbers.setdefault(one, len(numbers)) for one in own) for key, own in exclusive.items()}
+        masks = {key: reduce(or_, (1 << one for one in own), 0) for key, own in held.items()}
+        shared = {
+            key: tuple((numbers.setdefault(one, len(numbers)), part) for one, part in own.items())
+            for key, own in capacity.items()
+        }
+        self.exclusive = [held[id(task.exclusive)] for task in tasks]
+        self.masks = [masks[id(task.exclusive)] for task in tasks]
+        self.capacity = [shared[id(task.capacity)] for task in tasks]
+        self.missing = [0] * len(tasks)
         self.followers: list[list[int]] = [[] for _ in tasks]
         for index, task in enumerate(tasks):
-            for earlier in set(task.after):
+            needed = set(task.after)
+            self.missing[index] = len(needed)
+            for earlier in needed:
                 if not 0 <= earlier < index:
                     raise ValueError(f"task {index} is to come after task {earlier}, which is not before it")
                 self.followers[earlier].append(index)
-        self.ready = [index for index, count in enumerate(self.missing) if count == 0]
+        self.waiting: list[list[int]] = [[] for _ in numbers]  # by exclusive resource: heaps of tasks that are ready
+        self.next: list[int] = []  # heap of tasks that may start now: just ready, or the first on a resource just freed
+        for index, count in enumerate(self.missing):
+            if count == 0:
+                self._ready(index)
         self.alone: list[tuple[float, int]] = []  # tasks that share nothing, by end
         self.sharing: dict[int, _Pace] = {}
         self.needed = {low_priority: [0.0] * len(numbers) for low_priority in (False, True)}
@@ -106,7 +116,7 @@ class _ListSchedule:
 
     def run(self) -> list[Span]:
         now_s, ended = 0.0, list[int]()
-        while self.ready or self.alone or self.sharing:
+        while self.next or self.alone or self.sharing:
             if self._start(now_s, ended):
                 self._pace(now_s)
             now_s = min(self.alone[0][0] if self.alone else inf, *(pace.end_s for pace in self.sharing.values()), inf)
@@ -125,14 +135,15 @@ class _ListSchedule:
 
         One that takes no time is over at once: those that come after it are before later ones in the list.
         """
-        claimed, waiting, sharing = self.busy, list[int](), False
-        while self.ready:
-            index = self.ready.pop(0)
+        sharing = False
+        while self.next:
+            index = heappop(self.next)
             mask, task = self.masks[index], self.tasks[index]
-            if mask & claimed:
-                waiting.append(index)
-                claimed |= mask
+            own = [self.waiting[one] for one in self.exclusive[index]]
+            if mask & self.busy or any(queue[:1] != [index] for queue in own):
                 continue
+            for queue in own:
+                heappop(queue)
             needed = (one for one in ended if one in task.after)
             held = (one for one in ended if self.masks[one] & mask)
             self.begun[index] = now_s, next(chain(needed, held), NOTHING)
@@ -140,7 +151,6 @@ class _ListSchedule:
                 ended.append(index)
                 self._free(index, now_s)
                 continue
-            claimed |= mask
             self.busy |= mask
             if task.capacity:
                 sharing = True
@@ -148,7 +158,6 @@ class _ListSchedule:
                 self._need(index, 1.0)
             else:
                 heappush(self.alone, (now_s + task.seconds, index))
-        self.ready = waiting
         return sharing
 
     def _pace(self, now_s: float) -> None:
@@ -181,9 +190,18 @@ class _ListSchedule:
         self._free(index, now_s)
 
     def _free(self, index: int, now_s: float) -> None:
-        """A task is over: those that waited for nothing else are ready."""
+        """A task is over: those that waited for it, or for its resources, may start."""
         self.end_s[index] = now_s
+        for one in self.exclusive[index]:
+            if self.waiting[one]:
+                heappush(self.next, self.waiting[one][0])
         for follower in self.followers[index]:
             self.missing[follower] -= 1
             if self.missing[follower] == 0:
-                insort(self.ready, follower)
+                self._ready(follower)
+
+    def _ready(self, index: int) -> None:
+        """All that a task comes after is over: it queues for its resources."""
+        for one in self.exclusive[index]:
+            heappush(self.waiting[one], index)
+        heappush(self.next, index)
