@@ -27,6 +27,7 @@ from parplan.planner.explain.layer_report import layer_reports
 from parplan.planner.request import PlanRequest
 from parplan.planner.search.context import SIMULATED, plain
 from parplan.planner.search_space.formulation import formulate
+from parplan.planner.simulation.equal_lanes import EqualLanes
 from parplan.planner.simulation.list_schedule import schedule
 from parplan.planner.simulation.priced_program import PricedProgram, lowered, priced
 from parplan.planner.simulation.step_tasks import step_parts
@@ -181,7 +182,7 @@ def _spans(work: PricedProgram, cluster: Cluster, graph: LayerGraph) -> tuple[Tr
     if cluster.count > SIMULATED:
         return ()
     parts = step_parts(work)
-    timeline = Timeline(parts, schedule(parts), cluster.count)
+    timeline = Timeline(parts, schedule(parts), EqualLanes.apart(cluster.count))
     # Equal devices are not one track here: each is above what was measured of it.
     return tuple(predicted_spans(timeline, device_lanes(timeline), cluster, graph, work.program.strategies))
 

@@ -19,6 +19,7 @@ from parplan.cost_models.communication.traffic import traffic
 from parplan.lowering.pipeline.orders import Action
 from parplan.lowering.pipeline.stages import Pipeline
 from parplan.lowering.program import Code, Compute, Reduce, Regather, Split, Staged, Step, Transfer
+from parplan.planner.simulation.equal_lanes import EqualLanes
 from parplan.planner.simulation.list_schedule import Task
 from parplan.planner.simulation.priced_program import Busy, LayerWork, Move, PricedProgram
 
@@ -60,6 +61,8 @@ class Part(Task):
     """Task of a layer or a transfer; without a kind it only says when others may start.
 
     Args:
+        exclusive, capacity: lanes, of equal ones the first.
+        devices: all of them, also those whose lanes another's stand for.
         move: the transfer; `reverse` for its gradients, which go from the receivers to the senders.
     """
 
@@ -95,10 +98,17 @@ def _lane(lane: Lane, devices: tuple[int, ...]) -> tuple[Resource, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _busy_lanes(sent: Busy, received: Busy) -> Mapping[Any, float]:
+def _ones(devices: tuple[int, ...], first: tuple[int, ...]) -> tuple[int, ...]:
+    """The first of all equal ones each; a layer or transfer has all of these or none."""
+    return tuple(device for device in devices if first[device] == device)
+
+
+@lru_cache(maxsize=4096)
+def _busy_lanes(sent: Busy, received: Busy, first: tuple[int, ...]) -> Mapping[Any, float]:
     """How much of each lane a transfer needs."""
     sides = ((Lane.OUT, sent), (Lane.IN, received))
-    return {one: part for lane, own in sides for device, part in own for one in _lane(lane, (device,))}
+    own = ((lane, device, part) for lane, side in sides for device, part in side if first[device] == device)
+    return {one: part for lane, device, part in own for one in _lane(lane, (device,))}
 
 
 class _Slots:
@@ -131,11 +141,15 @@ class _Slots:
 class _StepTasks:
     """Tasks of a program's entries as they are walked."""
 
-    def __init__(self, priced: PricedProgram) -> None:
+    def __init__(self, priced: PricedProgram, equal: EqualLanes | None) -> None:
         self.priced = priced
+        self.equal = equal or EqualLanes.apart(priced.program.devices)
+        self.alike: dict[int, tuple[int, ...]] = {}  # devices by the first one that computes as they do
+        for device, one in enumerate(self.equal.computing):
+            self.alike[one] = (*self.alike.get(one, ()), device)
         self.found: list[Part] = []
         self.begun: Tasks = ()  # barrier: tasks added from here on depend on these
-        self._held: list[list[int]] = [[] for _ in range(priced.program.devices)]  # what a device computes and sums
+        self._held: dict[int, list[int]] = {device: [] for device in self.alike}  # what a device computes and sums
         self._computed: dict[int, Tasks] = {}  # the last task on its compute lane
         self._values, self._gradients = _Slots(), _Slots()
         self._of_pass: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # compute of every pass
@@ -160,9 +174,9 @@ class _StepTasks:
         priced = self.priced
         if layers := [own for own in priced.layers.values() if own.cost.update_s or own.cost.post_update_s]:
             self.update(layers)
-        for device, held in enumerate(self._held):
+        for device, held in self._held.items():
             seconds = micro_batches * priced.overhead_s
-            self.add(Kind.OVERHEAD, "", seconds, _lane(Lane.COMPUTE, (device,)), held, None, (device,))
+            self.add(Kind.OVERHEAD, "", seconds, _lane(Lane.COMPUTE, (device,)), held, None, self.alike[device])
         return tuple(self.found)
 
     def in_stages(self, pipeline: Pipeline, actions: Sequence[Action], before: PricedProgram) -> tuple[Part, ...]:
@@ -243,6 +257,10 @@ class _StepTasks:
         self.found.append(Part(seconds, exclusive, capacity, needed, low_priority, *about))
         return len(self.found) - 1
 
+    def lane(self, lane: Lane, devices: tuple[int, ...]) -> tuple[Resource, ...]:
+        """A lane of these devices, of equal ones the first."""
+        return _lane(lane, _ones(devices, self.equal.computing))
+
     def gate(self, after: Iterable[int]) -> Tasks:
         """A moment that all of `after` lie before, for others to come after."""
         return (self.add(None, "", 0.0, after=after),)
@@ -282,7 +300,8 @@ class _StepTasks:
 
         A batch norm over replicas counts with its normalisation forward, and with its statistics backward.
         """
-        devices, number = step.grid.devices, step.pass_number if self._micro_batch is None else self._micro_batch
+        number = step.pass_number if self._micro_batch is None else self._micro_batch
+        devices = _ones(step.grid.devices, self.equal.computing)
         after = {device: [task for slot in needed for task in slots.at(slot, device)] for device in devices}
         if step.code is (Code.STATISTICS if kind is Kind.FORWARD else Code.NORMALISE):
             return {device: self.gate(after[device])[0] for device in devices}
@@ -297,13 +316,13 @@ class _StepTasks:
                 tasks: Iterable[int] = (own[device],) if device in own else after[device]
                 if number is not None:  # in the program's order, as a stream serves them
                     tasks = (*tasks, *self._computed.get(device, ()))
-                lanes = _lane(Lane.COMPUTE, (device,))
+                lanes, alike = _lane(Lane.COMPUTE, (device,)), self.alike[device]
                 if gather_s > 0:  # by the same links as sums, behind them
                     links = _lane(Lane.SUMS, (device,))
-                    tasks = (self.add(Kind.TRANSFER, name, gather_s, (*lanes, *links), tasks, number, (device,)),)
+                    tasks = (self.add(Kind.TRANSFER, name, gather_s, (*lanes, *links), tasks, number, alike),)
                 if kind is Kind.BACKWARD and cost.replay_s > 0:
-                    tasks = (self.add(Kind.FORWARD, name, cost.replay_s, lanes, tasks, number, (device,)),)
-                own[device] = self.add(kind, name, seconds, lanes, tasks, number, (device,))
+                    tasks = (self.add(Kind.FORWARD, name, cost.replay_s, lanes, tasks, number, alike),)
+                own[device] = self.add(kind, name, seconds, lanes, tasks, number, alike)
             if kind is Kind.BACKWARD and (number in (None, 0) if due is None else name in due):
                 self.sum(layer, own, number)
         if number is not None:
@@ -314,11 +333,11 @@ class _StepTasks:
         """Sum a layer's gradients: what that takes from compute, then the rest beside it."""
         name, held_s, beside_s = layer.name, layer.cost.compute_interference_s, layer.cost.overlappable_s
         if held_s > 0:
-            for device in layer.devices:
+            for device in _ones(layer.devices, self.equal.computing):
                 exclusive, after = _lane(Lane.COMPUTE, (device,)), (own[device],)
-                own[device] = self.add(Kind.REDUCTION, name, held_s, exclusive, after, number, (device,))
+                own[device] = self.add(Kind.REDUCTION, name, held_s, exclusive, after, number, self.alike[device])
         if beside_s > 0:
-            exclusive = _lane(Lane.SUMS, layer.devices)
+            exclusive = self.lane(Lane.SUMS, layer.devices)
             self.add(Kind.REDUCTION, name, beside_s, exclusive, own.values(), number, layer.devices)
 
     def transfer(self, move: Move, kind: Kind, after: Tasks) -> int:
@@ -328,11 +347,11 @@ class _StepTasks:
         between = self._micro_batch is not None and {d for d, _ in move.sent}.isdisjoint(d for d, _ in move.received)
         number, beside = (self._micro_batch, between) if self._micro_batch is not None else (number, move.beside)
         seconds = move.forward_s if forward else move.backward_s
-        lanes = _busy_lanes(*((move.sent, move.received) if forward else (move.received, move.sent)))
+        ends = (move.sent, move.received) if forward else (move.received, move.sent)
         about: dict[str, Any] = {
             "number": number,
             "devices": move.devices,
-            "capacity": lanes,
+            "capacity": _busy_lanes(*ends, self.equal.carrying),
             "move": move,
             "reverse": not forward,
         }
@@ -342,10 +361,10 @@ class _StepTasks:
             after = (*after, *self.gate([*self._of_pass[computed], *self._crossed[before]]))
         hidden_s = self.priced.hidden * seconds if beside else 0.0
         held_s = seconds - hidden_s
-        compute = _lane(Lane.COMPUTE, move.devices)
+        compute = self.lane(Lane.COMPUTE, move.devices)
         if between and held_s:  # it takes that much from the compute of each side: neither waits for the other,
             sides = (tuple(device for device, _ in side) for side in (move.sent, move.received))
-            parts = [_lane(Lane.COMPUTE, side) for side in sides][:: 1 if forward else -1]
+            parts = [self.lane(Lane.COMPUTE, side) for side in sides][:: 1 if forward else -1]
             last = dict(self._computed)
             own, other = (self.add(Kind.TRANSFER, move.value, held_s, side, after, **about) for side in parts)
             self._computed = last  # and what a side computes next does not wait for it
@@ -360,31 +379,41 @@ class _StepTasks:
 
     def update(self, layers: Sequence[LayerWork]) -> list[int]:
         """Devices update what they hold of these layers, when their compute and sums are done; then come late sums."""
-        updated = []
-        for device, held in enumerate(self._held):
+        updated = dict[int, int]()
+        for device, held in self._held.items():
             lanes = (*_lane(Lane.COMPUTE, (device,)), *_lane(Lane.SUMS, (device,)))
             seconds = sum(layer.cost.update_s for layer in layers if device in layer.devices)
-            updated.append(self.add(Kind.UPDATE, "", seconds, lanes, held, None, (device,)))
-        found = list(updated)
+            updated[device] = self.add(Kind.UPDATE, "", seconds, lanes, held, None, self.alike[device])
+        found = list(updated.values())
         for layer in (layer for layer in layers if layer.cost.post_update_s > 0):
-            lanes = (*_lane(Lane.COMPUTE, layer.devices), *_lane(Lane.SUMS, layer.devices))
-            name, seconds, after = layer.name, layer.cost.post_update_s, [updated[device] for device in layer.devices]
+            lanes = (*self.lane(Lane.COMPUTE, layer.devices), *self.lane(Lane.SUMS, layer.devices))
+            name, seconds = layer.name, layer.cost.post_update_s
+            after = [updated[device] for device in _ones(layer.devices, self.equal.computing)]
             found.append(self.add(Kind.REDUCTION, name, seconds, lanes, after, None, layer.devices))
         return found
 
 
 def pipeline_parts(
-    priced: PricedProgram, pipeline: Pipeline, actions: Sequence[Action], before: PricedProgram
+    priced: PricedProgram,
+    pipeline: Pipeline,
+    actions: Sequence[Action],
+    before: PricedProgram,
+    equal: EqualLanes | None = None,
 ) -> tuple[Part, ...]:
     """Everything there is to do in one training step whose micro-batches go through pipeline stages.
 
     Args:
         priced: of the last micro-batch.
         before: of those before it.
+        equal: lanes of which one has the tasks of all; None: each has its own.
     """
-    return _StepTasks(priced).in_stages(pipeline, actions, before)
+    return _StepTasks(priced, equal).in_stages(pipeline, actions, before)
 
 
-def step_parts(priced: PricedProgram) -> tuple[Part, ...]:
-    """Everything there is to do in one training step or micro-batch, in the order of the program."""
-    return _StepTasks(priced).all()
+def step_parts(priced: PricedProgram, equal: EqualLanes | None = None) -> tuple[Part, ...]:
+    """Everything there is to do in one training step or micro-batch, in the order of the program.
+
+    Args:
+        equal: as for `pipeline_parts`.
+    """
+    return _StepTasks(priced, equal).all()

@@ -1,8 +1,9 @@
 """Simulated step: the activity of every device and every lane over time.
 
 The objective (planner/solver/problem.py) adds all layers and transfers up, which is exact where every layer is on all
-devices and runs once. Here every device is followed by itself, so branches on disjoint devices run at the same time;
-and the layers behind a boundary run in passes, the samples of one pass on their way while another is computed.
+devices and runs once. Here every device is followed, of those that do the same one, so branches on disjoint devices
+run at the same time; and the layers behind a boundary run in passes, the samples of one pass on their way while another
+is computed.
 
 - A layer's part in one pass takes what `costs.layer(layer, strategy, passes)` says, on each of its devices.
 - A transfer uses lanes, out of those who send and into those who receive; transfers under way at the same time share
@@ -33,6 +34,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.pipeline.orders import merged, orders
 from parplan.lowering.pipeline.stages import pipeline
 from parplan.plan import SCHEDULES, Plan
+from parplan.planner.simulation.equal_lanes import EqualLanes
 from parplan.planner.simulation.list_schedule import NOTHING, Span, schedule
 from parplan.planner.simulation.priced_program import RUNTIME_POLICY, PassPolicy, lowered, priced
 from parplan.planner.simulation.step_tasks import Kind, Lane, Part, Resource, pipeline_parts, step_parts
@@ -63,11 +65,12 @@ class Timeline:
     Attributes:
         parts: its tasks, in the order of the program.
         spans: when each ran.
+        equal: lanes of which one has the tasks of all.
     """
 
     parts: tuple[Part, ...]
     spans: tuple[Span, ...]
-    device_count: int
+    equal: EqualLanes
 
     @cached_property
     def step_s(self) -> float:
@@ -79,9 +82,19 @@ class Timeline:
         """The device that is done last, the first of several; what its time went into is the step's own account."""
         ends_s = [
             max((self.spans[index].end_s for index in self._computing.get(device, ())), default=0.0)
-            for device in range(self.device_count)
+            for device in self.equal.computing
         ]
         return ends_s.index(max(ends_s))
+
+    @property
+    def device_count(self) -> int:
+        """How many devices there are."""
+        return len(self.equal.computing)
+
+    def lane(self, lane: Lane, device: int) -> Resource:
+        """The lane that has the tasks of a device's lane: its own, or one that is equal."""
+        links = lane in (Lane.OUT, Lane.IN)
+        return Resource(lane, (self.equal.carrying if links else self.equal.computing)[device])
 
     @property
     def critical_s(self) -> Mapping[Kind, float]:
@@ -100,7 +113,7 @@ class Timeline:
         """
         own_s: dict[Kind | None, float] = dict.fromkeys((*Kind, None), 0.0)
         waits_s = dict.fromkeys(Kind, 0.0)
-        for index in self._computing.get(device, ()):
+        for index in self._computing.get(self.equal.computing[device], ()):
             own_s[self.parts[index].kind] += self.spans[index].end_s - self.spans[index].start_s
         for one in self.waits(device):
             waits_s[one.kind] += one.end_s - one.start_s
@@ -109,7 +122,7 @@ class Timeline:
     def waits(self, device: int) -> tuple[Activity, ...]:
         """The activities elsewhere that a device waits for while its compute lane is empty, cut to those times."""
         found, done_s = list[Activity](), 0.0
-        for index in self._computing.get(device, ()):
+        for index in self._computing.get(self.equal.computing[device], ()):
             span = self.spans[index]
             found += self._waited(span.critical_predecessor, done_s, span.start_s)
             done_s = max(done_s, span.end_s)
@@ -119,7 +132,7 @@ class Timeline:
 
     @cached_property
     def _computing(self) -> Mapping[int, Sequence[int]]:
-        """Tasks on the compute lane of each device, by start."""
+        """Tasks on the compute lane of each device that has its own, by start."""
         found: dict[int, list[int]] = {}
         for index in sorted(range(len(self.parts)), key=lambda index: (self.spans[index].start_s, index)):
             for resource in self.parts[index].exclusive:
@@ -152,18 +165,19 @@ def simulate(
     program = lowered(graph, plan, cluster)
     work, count = priced(graph, program, costs, policy), costs.step.micro_batches
     before = replace(work, layers={n: replace(layer, cost=layer.cost.before_last) for n, layer in work.layers.items()})
+    equal = EqualLanes.of(work)
     if plan.schedule != SCHEDULES[0]:
         in_stages = pipeline(graph, program)
         numbers = in_stages.numbers
         actions = merged(orders(plan.schedule, len(numbers.groups), numbers.count, count))
-        parts = pipeline_parts(work, in_stages, actions, before)
-        return Timeline(parts, schedule(parts), program.devices)
-    parts = step_parts(work)
-    last = Timeline(parts, schedule(parts), program.devices)
+        parts = pipeline_parts(work, in_stages, actions, before, equal)
+        return Timeline(parts, schedule(parts), equal)
+    parts = step_parts(work, equal)
+    last = Timeline(parts, schedule(parts), equal)
     if count == 1:
         return last
-    parts = step_parts(before)
-    return _one_after_another([Timeline(parts, schedule(parts), program.devices)] * (count - 1) + [last])
+    parts = step_parts(before, equal)
+    return _one_after_another([Timeline(parts, schedule(parts), equal)] * (count - 1) + [last])
 
 
 def _one_after_another(timelines: Sequence[Timeline]) -> Timeline:
@@ -179,4 +193,4 @@ def _one_after_another(timelines: Sequence[Timeline]) -> Timeline:
             spans.append(Span(begin_s + span.start_s, begin_s + span.end_s, first))
         before = max(range(offset, len(parts)), key=lambda index: spans[index].end_s)
         begin_s += one.step_s
-    return Timeline(tuple(parts), tuple(spans), timelines[0].device_count)
+    return Timeline(tuple(parts), tuple(spans), timelines[0].equal)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from parplan.planner.decision import Decision
 from parplan.planner.search.context import SIMULATED
-from parplan.planner.simulation.timeline import Kind, Lane, Timeline, simulate
+from parplan.planner.simulation.timeline import Kind, Lane, Resource, Timeline, simulate
 from parplan.runtime.measurement.trace_events import side_by_side
 
 __all__ = ["LANE_WORDS", "Block", "DeviceLanes", "LaneBlocks", "device_lanes", "drawn_lanes", "predicted_timeline"]
@@ -72,20 +72,19 @@ def predicted_timeline(decision: Decision) -> Timeline | None:
 
 def device_lanes(timeline: Timeline) -> tuple[DeviceLanes, ...]:
     """The lanes of every device; what it waits for is on its compute lane."""
-    found: dict[tuple[int, Lane], list[Block]] = {}
+    found: dict[Resource, list[Block]] = {}
     for index, (part, span) in enumerate(zip(timeline.parts, timeline.spans, strict=True)):
         if part.kind is not None and span.end_s > span.start_s:
             block = Block(part.kind, part.what, part.number, span.start_s, span.end_s, part=index)
             for resource in (*part.exclusive, *part.capacity):
                 if part.kind is not Kind.UPDATE or resource.lane is Lane.COMPUTE:  # it keeps the sums' lane free only
-                    found.setdefault((resource.device, resource.lane), []).append(block)
-    for device in range(timeline.device_count):
+                    found.setdefault(resource, []).append(block)
+    for device in dict.fromkeys(timeline.equal.computing):
         waits = (Block(w.kind, w.what, w.number, w.start_s, w.end_s, waiting=True) for w in timeline.waits(device))
-        found.setdefault((device, Lane.COMPUTE), []).extend(waits)
+        found.setdefault(Resource(Lane.COMPUTE, device), []).extend(waits)
+    lanes = {resource: _side_by_side(resource.lane, blocks) for resource, blocks in found.items()}
     return tuple(
-        DeviceLanes(
-            (device,), tuple(one for lane in Lane for one in _side_by_side(lane, found.get((device, lane), ())))
-        )
+        DeviceLanes((device,), tuple(one for lane in Lane for one in lanes.get(timeline.lane(lane, device), ())))
         for device in range(timeline.device_count)
     )
 

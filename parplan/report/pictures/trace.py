@@ -111,7 +111,8 @@ def predicted_spans(
                 details: dict[str, object] = {"of": visible(block.what)}
                 details |= {} if block.number is None else {"micro_batch": block.number + 1}
                 if block.part is not None:
-                    details |= _carried(timeline.parts[block.part], block, lane.lane, one.devices[0], sums)
+                    own = timeline.lane(lane.lane, one.devices[0])
+                    details |= _carried(timeline.parts[block.part], block, own, sums)
                 joined = arrows.get((block.part, one.devices[0], lane.lane), ())
                 ends = {"sends" if lane.lane is Lane.OUT else "receives": joined}
                 yield TraceSpan(_track(one, cluster), LANE_WORDS[lane.lane], block_words(block), category,
@@ -141,20 +142,18 @@ def _sums(timeline: Timeline, graph: LayerGraph, strategies: Mapping[str, Strate
         for device in part.devices:
             own = found.setdefault((part.what, device), _Sum(nbytes(part.what)))
             own.total_s += part.seconds
-            own.beside_s += part.seconds if Resource(Lane.SUMS, device) in part.exclusive else 0.0
+            own.beside_s += part.seconds if timeline.lane(Lane.SUMS, device) in part.exclusive else 0.0
     return found
 
 
-def _carried(
-    part: Part, block: Block, lane: Lane, device: int, sums: Mapping[tuple[str, int], _Sum]
-) -> dict[str, object]:
+def _carried(part: Part, block: Block, lane: Resource, sums: Mapping[tuple[str, int], _Sum]) -> dict[str, object]:
     """Bytes on a lane and their rate: a transfer's, or a layer's gradients, whose sum takes time of the compute too."""
     nbytes, bytes_per_s = 0.0, 0.0
-    if lane in (Lane.OUT, Lane.IN):
-        nbytes = part.nbytes * float(part.capacity[Resource(lane, device)])
+    if lane.lane in (Lane.OUT, Lane.IN):
+        nbytes = part.nbytes * float(part.capacity[lane])
         bytes_per_s = nbytes / block.seconds
-    elif lane is Lane.SUMS and part.kind is Kind.REDUCTION:
-        own = sums[part.what, device]
+    elif lane.lane is Lane.SUMS and part.kind is Kind.REDUCTION:
+        own = sums[part.what, lane.device]
         nbytes, bytes_per_s = own.nbytes * part.seconds / own.beside_s, own.nbytes / own.total_s
     return {"bytes": round(nbytes), "GB/s": float(f"{bytes_per_s / 1e9:.4g}")} if nbytes else {}
 
