@@ -62,6 +62,7 @@ from parplan.planner.search_space.pin_search import Questions, pin_questions
 from parplan.planner.search_space.rules import parts_words
 from parplan.planner.search_space.strategies import offers_uneven
 from parplan.planner.search_space.verifier import check, mismatches, uneven_replicas
+from parplan.planner.simulation.timeline import Timeline
 from parplan.planner.solver.problem import Problem, Solution, Status, objective
 from parplan.planner.solver.solve import GAP, solve
 
@@ -138,7 +139,8 @@ def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -
         PlanError: the plan is for another model or number of devices, or breaks a rule.
     """
     plan = _reviewed(plan, graph, cluster, costs)
-    return _predicted(plan, graph, cluster, costs, *formulated(plan, graph, cluster, costs))
+    timeline = simulated_step(plan, graph, cluster, costs)
+    return _predicted(plan, graph, cluster, costs, timeline, *formulated(plan, graph, cluster, costs))
 
 
 @seldom_collected()
@@ -151,8 +153,9 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
     if request.plan is not None:
         return predict(graph, request.priced_on(cluster, request.plan), costs, request.plan)
     case = _case(graph, cluster, costs, request)
-    found = searched(case, partial(_questions, request, cluster)).found
-    return _predicted(found.plan, graph, cluster, costs, *formulated(found.plan, graph, cluster, costs))
+    result = searched(case, partial(_questions, request, cluster))
+    plan, timeline = result.found.plan, result.case.simulated(result.found.plan)
+    return _predicted(plan, graph, cluster, costs, timeline, *formulated(plan, graph, cluster, costs))
 
 
 def _taken(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tuple[Case, Found]:
@@ -170,7 +173,7 @@ def _taken(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tu
         legal = [one for one in by_hand if (alone or one.name != ONE) and _is_legal(one, graph, request.rules)]
         simplest = plan_by_hand(legal, fastest_s, request.tolerance)
     plan = found.plan if simplest is None or simplest.plan is None else replace(simplest.plan, rules=request.rules)
-    own = replace(case, cluster=request.priced_on(case.cluster, plan), steps_s={})
+    own = replace(case, cluster=request.priced_on(case.cluster, plan))
     if own.cluster != case.cluster:
         formulation = ShapeSearch(own, search.asked).formulation(shape_of(plan, graph, own.cluster))
         assert formulation is not None  # every layer has a strategy on that device
@@ -207,10 +210,16 @@ def _is_legal(one: Baseline, graph: LayerGraph, rules: str) -> bool:
 
 
 def _predicted(
-    plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel, formulation: Formulation, choice: Sequence[int]
+    plan: Plan,
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    timeline: Timeline | None,
+    formulation: Formulation,
+    choice: Sequence[int],
 ) -> Prediction:
     """The step of a plan by the objective of the plan alone; simulated where its parts do not add up."""
-    step, timeline = prediction(formulation, choice, costs, cluster.count), simulated_step(plan, graph, cluster, costs)
+    step = prediction(formulation, choice, costs, cluster.count)
     add_up = timeline is None or isclose(timeline.step_s, step.step_s, rel_tol=EXACT)
     if timeline is None or (add_up and not needs_simulation(plan, graph)):
         return step
@@ -274,7 +283,7 @@ def _explained(
     plan, request = found.plan, case.request
     # The problem of the plan alone counts every transfer once, however many read a value; a search's may count more.
     alone, only = formulated(plan, case.graph, case.cluster, case.costs)
-    step = _predicted(plan, case.graph, case.cluster, case.costs, alone, only)
+    step = _predicted(plan, case.graph, case.cluster, case.costs, case.simulated(plan), alone, only)
     layers = layer_reports(case.graph, alone, only, plan)
     if step.simulated:
         layers = simulated_reports(layers, case.graph, case.cluster, case.costs, plan)

@@ -341,7 +341,7 @@ class _Counts:
 
     def _search(self, count: int, ways: _Ways, alike: bool) -> ShapeSearch | None:
         """The search over the plans of so many micro-batches; None where there are none, or none more."""
-        case = replace(self._case, states=ways.states, saved=ways.saved, steps_s={})
+        case = replace(self._case, states=ways.states, saved=ways.saved)
         if count > 1:
             assert self._micro_batched is not None
             try:
@@ -353,7 +353,7 @@ class _Counts:
                 return None
             blocks = fold(own.graph) if case.fold is not None else None
             uneven = case.uneven and offers_uneven(own.graph.batch, case.cluster)
-            case = replace(case, graph=own.graph, costs=own.costs, fold=blocks, uneven=uneven, steps_s={})
+            case = replace(case, graph=own.graph, costs=own.costs, fold=blocks, uneven=uneven)
         pins = self._questions(case.graph)
         said = [by for pinned in (pins.whole, *pins.parts.values()) for by in (pinned.allowed, pinned.periods)]
         if case.fold is not None and not all(map(case.fold.treated_alike, said)):

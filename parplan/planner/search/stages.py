@@ -19,7 +19,7 @@ from parplan.cost_models.costs import Moments
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.pipeline.orders import most_in_flight, orders
 from parplan.plan import SCHEDULES, Plan, Strategy
-from parplan.planner.search.context import SIMULATED, Case, pipeline_peaks, simulated_step
+from parplan.planner.search.context import SIMULATED, Case, pipeline_peaks
 from parplan.planner.search.formulations import Formulations
 from parplan.planner.search_space.pin_search import masked
 from parplan.planner.simulation.priced_program import lowered, priced
@@ -93,7 +93,7 @@ def fastest_in_stages(search: Formulations, below_s: float, groups: int | None =
             peaks = pipeline_peaks(plan, case.graph, case.costs)
             if peaks is None or any(p > d.memory_bytes for p, d in zip(peaks, case.cluster.devices, strict=True)):
                 continue
-            timeline = simulated_step(plan, case.graph, case.cluster, case.costs)
+            timeline = case.simulated(plan)
             if timeline is not None and timeline.step_s < below_s:
                 below_s = timeline.step_s
                 best = Staged(plan, below_s, peaks)

@@ -11,15 +11,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parplan.api import analyze, verify
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.lowering.pipeline.stages import stage_numbers
+from parplan.plan import Plan
 from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import MESHES
 from parplan.planner.search.context import pipeline_peaks
 from parplan.planner.search_space.verifier import check
-from parplan.planner.simulation.timeline import simulate
+from parplan.planner.simulation.timeline import Timeline, simulate
 from parplan.report.analysis import Analysis
 
 BLOCKS, WIDTH, BATCH, LENGTH = 14, 512, 8, 64
@@ -136,3 +140,15 @@ def test_a_schedule_that_meshes_lack_is_searched_over_all_layers() -> None:
     found = planned(stages=4, schedule="gpipe")
     assert found.plan.schedule == "gpipe"
     assert MESHES not in found.proof.covered
+
+
+def test_no_step_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[tuple[object, ...]]()
+
+    def watched(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -> Timeline:
+        seen.append((plan.micro_batches, plan.schedule, *plan.layers.values()))
+        return simulate(graph, cluster, costs, plan)
+
+    monkeypatch.setattr("parplan.planner.search.context.simulate", watched)
+    assert planned.__wrapped__().plan.schedule == "1f1b"
+    assert len(seen) == len(set(seen)) > 0
