@@ -203,16 +203,15 @@ class Run:
         model.prepare(*batch)
         assert model.graph is not None
         assert model.plan is not None
-        steps = []
-        measured = []
+        steps, measured = list[Callable[[], None]](), list[int]()
         for one in (plain, model):
             optimizer = ADAM(one.parameters(), lr=1e-5)
             step = partial(_step, one, optimizer, batch)
             step()  # libraries choose their kernels
             optimizer.state.clear()
             optimizer.zero_grad(set_to_none=True)
-            peak = step_peak(lambda step=step: [step() for _ in range(2)], [*one.parameters(), *one.buffers(), *batch],
-                             self.device)  # fmt: skip
+            held = [*one.parameters(), *one.buffers(), *batch]
+            peak = step_peak(partial(_twice, step), held, self.device)
             steps.append(step)
             measured.append(peak.peak_bytes)
         times = [self._round(steps) for _ in range(self.rounds)]
@@ -221,7 +220,7 @@ class Run:
         plain_s, own_s = (statistics.median(side) for side in zip(*times, strict=True))
         figures = Figures(
             network.name, variant, plain_s, own_s, statistics.median(ratios), lower_quartile, upper_quartile,
-            self._predicted_s(network, model.graph, model.plan), 0.0, *measured, predicted[0],
+            self._predicted_s(network, model.graph, model.plan), 0.0, measured[0], measured[1], predicted[0],
         )  # fmt: skip
         return figures, model.graph, model.plan
 
@@ -251,6 +250,11 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tenso
     model(*batch).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def _twice(step: Callable[[], None]) -> None:
+    for _ in range(2):
+        step()
 
 
 def main() -> None:

@@ -84,15 +84,13 @@ def analyze(
             replica's at a time), "interleave" (a share of each at a time), or "auto", as is fastest.
         micro_batches: equal parts of the batch whose gradients add up; default: one, or as many as memory asks for.
         stages: groups of devices that work as pipeline stages; default: where memory is short, what is fastest.
-        schedule: in which order stages take micro-batches, "gpipe" or "1f1b"; default: as is fastest.
+        schedule: the order in which stages take micro-batches, "gpipe" or "1f1b"; default: as is fastest.
         measure: time layers on the device that is here instead of estimating.
         as_profiled: leave out how fast the device is now, so that measured costs are the same in every run.
-        tolerance: share of the fastest step to give up for a simpler plan, above all one that people write by hand; 0
-            for the fastest on all devices.
+        tolerance: share of the fastest step to give up for a simpler plan, as one written by hand; 0: the fastest.
         plan: review this plan (or file) instead of searching for one.
         pins: what is decided by hand (docs/pins.md): {"fc6": "shards:4"}, ["fc6=shards:4"], or a TOML file.
-        name: what to call the model in the report.
-        notes: sentences for the report, beside its own.
+        name, notes: what to call the model in the report, and sentences beside the report's own.
 
     Raises:
         ParplanError: the model cannot be captured, no plan fits, an unknown preset, a cluster file with mistakes.
@@ -224,11 +222,9 @@ def compile(  # the name users know from torch.compile
         output_device, dim: where results go (one process; default: as inputs); the dimension that samples lie along.
         batch_norm: "global" statistics (of the whole batch, the plain model's numbers) or "local" (per replica, as DDP)
         scalars: returned numbers (a loss) are "whole", the plain model's, or "per_replica", as DP and DDP give them.
-        inputs: under torchrun, each process brings its "own" samples; shards of one replica of the first layer the
-            same, as a "group" (`parplan.PlanSampler`); or all the "same", which hold no samples (a graph, a state).
+        inputs: "own" samples of each process; of a "group", the shards of a replica (PlanSampler); or the "same", of none.
         same_draws: True: processes seeded alike drop alike, as under DistributedDataParallel; else apart.
-        plan, pins, rules, scheme, micro_batches, stages, schedule, precision, optimizer, time_limit_s, tolerance: as in
-            `analyze`.
+        plan, pins, rules and all behind it: as in `analyze`.
         threads: True: each logical device of this process has a thread; a function is called first there (its number).
         check: compare the program with the plain module: "first" before a capture's first step, "always", or "off".
         initialise, weights: of tensors on the meta device: a function of a module; saved ones (docs/sharded-state.md).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ from parplan.cost_models.costs import StepCost
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import LayerGraph
-from parplan.plan import Scheme
+from parplan.plan import STATES, Scheme, Strategy
 from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.decision import Prediction
+from parplan.planner.search.context import followed
 from parplan.planner.search_space.formulation import Formulation, formulate
+from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.simulation.timeline import simulate
 from parplan.planner.solver.problem import evaluate
@@ -164,3 +167,29 @@ def test_doubt_makes_the_range_and_nothing_else() -> None:
     added = 0.5 * (doubtful.transfer_s + doubtful.exposed_reduce_s)
     assert doubtful.high_s - sure.high_s == pytest.approx(added)
     assert added > 0
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_one_of_the_devices_with_the_same_layers_is_enough_to_follow(seed: int) -> None:
+    graph, draw = (perceptron, classifier)[seed % 2](), Random(seed)
+    cluster = cluster_preset("v100", 8, None, 4)
+    costs = RooflineCosts(graph, cluster)
+    blocks: tuple[tuple[int, ...], ...] = draw.choice(
+        (((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1), (2, 3), (4, 5, 6, 7)), ((4, 5, 6, 7), (6, 7), (1,)))
+    )
+    chosen = {}
+    for name, layer in graph.layers.items():
+        block = draw.choice(blocks)
+        apart = layer.batch is not None or layer.constant
+        strategy = Strategy(len(block), 1, None, block) if apart else Strategy(devices=block[:1])
+        chosen[name] = (replace(strategy, state=draw.choice(STATES) if layer.parameters else STATES[0]),)
+    lanes = followed(cluster, (own.devices for (own,) in chosen.values()))
+    peaks = formulate(graph, cluster, costs, chosen).device_peaks([0] * len(graph.layers), 8)
+    small = cluster.with_memory(draw.choice((max(peaks) - 1, max(peaks))))
+    found = []
+    for shape in (Shape(lanes=lanes), Shape(lanes=tuple(range(8)))):
+        problem = formulate(graph, small, costs, chosen, shape=shape, far_s=1e3).problem
+        found.append(evaluate(problem, [0] * len(problem.nodes)))
+    assert len(lanes) <= 1 + len(blocks)
+    assert found[0].objective == pytest.approx(found[1].objective, rel=1e-12)
+    assert found[0].feasible == found[1].feasible

@@ -174,15 +174,16 @@ def simulated_step(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostM
 
 
 def is_simulated(plan: Plan, graph: LayerGraph, cluster: Cluster) -> bool:
-    """Whether the step of a plan is simulated: not on many devices, nor for repeated blocks alike in series, where T is
-    exact, and fast.
+    """Whether the step of a plan is simulated: in stages, which T does not describe; else not on many devices, nor for
+    repeated blocks alike in series, where T is exact, and fast.
 
     Raises:
         PlanError: the plan's scheme asks for passes that cannot be.
     """
     alike = fold(graph)
     equal = alike is not None and _alike(plan, graph, alike)
-    return cluster.count <= SIMULATED and not (equal and not needs_simulation(plan, graph))
+    few = cluster.count <= SIMULATED or plan.schedule != SCHEDULES[0]
+    return few and not (equal and not needs_simulation(plan, graph))
 
 
 def _alike(plan: Plan, graph: LayerGraph, alike: Fold) -> bool:
@@ -246,13 +247,19 @@ def fits(graph: LayerGraph, cluster: Cluster, costs: CostModel, layers: Mapping[
 def followed(cluster: Cluster, blocks: Iterable[Sequence[int]]) -> tuple[int, ...]:
     """Devices of which one has, at any moment, as much to do and to hold as any other, for layers on these blocks.
 
-    The first of each kind, where every block has it if it has any of its kind; otherwise also those of other blocks.
+    The first of each kind, and of those that are in the same blocks one, where no device of its kind is in all of these
+    and more.
     """
+    within: list[list[int]] = [[] for _ in cluster.devices]
+    for number, block in enumerate(set(map(tuple, blocks))):
+        for device in block:
+            within[device].append(number)
     lanes = {group.members[0] for group in cluster.groups}
-    for block in set(map(tuple, blocks)):
-        for group in cluster.groups:
-            used = set(block) & set(group.members)
-            lanes |= set() if group.members[0] in used else used
+    for group in cluster.groups:
+        first = dict[frozenset[int], int]()
+        for device in group.members:
+            first.setdefault(frozenset(within[device]), device)
+        lanes |= {device for own, device in first.items() if not any(own < other for other in first)}
     return tuple(sorted(lanes))
 
 

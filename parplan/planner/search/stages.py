@@ -46,22 +46,26 @@ class Staged:
     peaks: tuple[int, ...]
 
 
-def why_not(case: Case) -> str:
-    """The reason for which no stages are tried, in words; empty where they are."""
+def why_not(case: Case, most: int = SIMULATED) -> str:
+    """The reason for which no stages are tried, in words; empty where they are.
+
+    Args:
+        most: devices that are simulated.
+    """
     graph = case.graph
     results = [graph.values[value] for value in graph.user_outputs if isinstance(value, str)]
     if not graph.training or not any(spec.shape == () and spec.requires_grad for spec in results):
         return "the model has no loss inside, from which the last stage goes back (give loss=fn, targets=...)"
-    return why_one_group(case)
+    return why_one_group(case, most)
 
 
-def why_one_group(case: Case) -> str:
+def why_one_group(case: Case, most: int = SIMULATED) -> str:
     """The reason in the devices, or in what is asked for, for which layers are not spread over equal groups of them."""
     cluster, request = case.cluster, case.request
     if cluster.home is not None:
         return "one process runs all devices; under torchrun every process takes its own stage"
-    if cluster.mixed or not 1 < cluster.count <= SIMULATED:
-        return f"stages are on 2 to {SIMULATED} devices of one kind"
+    if cluster.mixed or not 1 < cluster.count <= most:
+        return f"stages are on 2 to {most} devices of one kind"
     if (
         request.plan is not None
         or request.pins

@@ -120,10 +120,13 @@ def test_a_mesh_trains_as_the_plain_model() -> None:
     assert verify(Deep(), inputs(), plan=planned().plan).passed
 
 
-def test_a_graph_in_evaluation_has_no_mesh() -> None:
+def test_a_graph_in_evaluation_has_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*args: object) -> None:
+        pytest.fail("meshes are priced as training steps")
+
     graph, cluster = capture(Deep(), inputs(), training=False), planned().cluster
+    monkeypatch.setattr("parplan.planner.search.micro_batches.fastest_mesh", asked)
     found = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(time_limit_s=1000.0))
-    assert MESHES not in found.proof.covered
     assert not found.plan.replayed
     assert found.plan.micro_batches == 1
 
