@@ -92,7 +92,7 @@ def test_sums_to_slices_are_part_of_every_micro_batch(kind: str) -> None:
         own = in_slices(plan, draw, state)
         parts = simulate(problem.graph, problem.cluster, problem.costs, own).parts
         sums = {one.number for one in parts if one.kind is Kind.REDUCTION}
-        gathers = [one for one in parts if one.kind is Kind.TRANSFER and one.move is None and one.devices == (0,)]
+        gathers = [one for one in parts if one.kind is Kind.TRANSFER and one.move is None and 0 in one.devices]
         assert sums == ({3} if state == "replicated" else {0, 1, 2, 3})
         assert len(gathers) == 4 * times * sum(
             bool(slices(problem.graph, problem.graph.layers[n], s)) for n, s in own.layers.items()
