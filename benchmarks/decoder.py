@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 
-__all__ = ["DecoderSize", "captured", "decoder"]
+__all__ = ["Decoder", "DecoderSize", "captured"]
 
 CAPTURED_BLOCKS = 5
 """Blocks of which a model is captured: of five and more the solver plans them alike."""
@@ -81,11 +81,13 @@ class _Block(nn.Module):
         return result
 
 
-class _Decoder(nn.Module):
-    def __init__(self, size: DecoderSize, blocks: int) -> None:
+class Decoder(nn.Module):
+    """A decoder of these sizes, with all of its blocks or so many: tokens and targets (N, sequence) to their loss."""
+
+    def __init__(self, size: DecoderSize, blocks: int | None = None) -> None:
         super().__init__()
         self.embed, self.norm = nn.Embedding(size.vocabulary, size.hidden), nn.RMSNorm(size.hidden)
-        self.blocks = nn.ModuleList(_Block(size) for _ in range(blocks))
+        self.blocks = nn.ModuleList(_Block(size) for _ in range(size.layers if blocks is None else blocks))
         self.head = nn.Linear(size.hidden, size.vocabulary, bias=False)
         if size.tied:
             self.head.weight = self.embed.weight
@@ -99,11 +101,6 @@ class _Decoder(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-def decoder(size: DecoderSize, blocks: int | None = None) -> nn.Module:
-    """A decoder of these sizes: tokens and targets (N, sequence) to their loss."""
-    return _Decoder(size, size.layers if blocks is None else blocks)
-
-
 def captured(size: DecoderSize, samples: int = 2, blocks: int = CAPTURED_BLOCKS) -> LayerGraph:
     """A decoder of these sizes in bf16, captured with a few of its blocks.
 
@@ -111,6 +108,6 @@ def captured(size: DecoderSize, samples: int = 2, blocks: int = CAPTURED_BLOCKS)
         ParplanError: sizes that are no model.
     """
     with torch.device("meta"):
-        model = decoder(size, blocks).bfloat16()
+        model = Decoder(size, blocks).bfloat16()
         tokens = torch.zeros(samples, size.sequence, dtype=torch.long)
     return capture(model, (tokens, tokens))

@@ -28,16 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.decoder import DecoderSize, decoder
+from benchmarks.decoder import Decoder, DecoderSize
 from examples import alexnet, gpt2, mlp, resnet50, vgg16
-from parplan.cost_models.memory.layer_memory import MemoryModel
-from parplan.cost_models.memory.plan_peaks import memory_over_step
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import unit_of
-from parplan.graph.resized import at_batch
-from parplan.lowering.lower import lower
-from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Plan, Strategy
+from parplan.planner.decision import Prediction
 from parplan.planner.request import PlanRequest
 from parplan.pricing import Pricing
 from parplan.profiler.session import Settings, profile
@@ -46,7 +42,6 @@ from parplan.runtime.module.compiled import Compiled
 
 MICRO_BATCHES = 4
 ROUND_S = 0.05  # of steps of each side in a round, so that starting and waiting for them hardly count
-ADAM: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
 
 
 class Scored(nn.Module):
@@ -106,7 +101,7 @@ NETWORKS = (
     Network("vgg16", lambda: Scored(vgg16.build()), (64, 3, 224, 224), 1000),
     Network("resnet50", lambda: Scored(resnet50.build()), (128, 3, 224, 224), 1000),
     Network("gpt2", lambda: Scored(gpt2.build()), (8, 1024), 50257, True, "bf16"),
-    Network("llama-1b", lambda: decoder(LLAMA), (4, 4096), 128256, True, "bf16"),
+    Network("llama-1b", lambda: Decoder(LLAMA), (4, 4096), 128256, True, "bf16"),
 )
 
 
@@ -120,7 +115,7 @@ SMALL = (
     Network("vgg16", *_small(vgg16), 5),
     Network("resnet50", *_small(resnet50), 5),
     Network("gpt2", *_small(gpt2), 12, True),
-    Network("llama", lambda: decoder(LLAMA_SMALL), (4, 64), 128, True),
+    Network("llama", lambda: Decoder(LLAMA_SMALL), (4, 64), 128, True),
 )
 
 VARIANTS = {"whole": (1, "keep"), "micro-batches": (MICRO_BATCHES, "keep"), "replayed": (1, "replay")}
@@ -175,28 +170,24 @@ class Run:
     def figures(self, network: Network) -> Iterator[Figures]:
         """Every variant of a network; layers are measured behind all of them."""
         rows = list[tuple[Figures, LayerGraph, Plan]]()
+        normed = any(isinstance(module, nn.BatchNorm2d) for module in network.made().modules())
         for variant, (parts, saved) in VARIANTS.items():
-            if parts > 1 and network.name.startswith("resnet"):
+            if parts > 1 and normed:
                 continue  # its batch norm is over the whole batch
             with self.device:
                 rows.append(self._row(network, variant, parts, saved))
             gc.collect()
         profile(partial(network.source, self.device), Settings(1, self.device.type, optimizers=("adam",)))
         for figures, graph, plan in rows:
-            yield replace(figures, profiled_s=self._predicted_s(network, graph, plan))
+            yield replace(figures, profiled_s=self._predicted(network, graph, plan).step_s)
 
     def _row(self, network: Network, variant: str, parts: int, saved: str) -> tuple[Figures, LayerGraph, Plan]:
-        predicted = list[int]()
         own = network.made()
         plain, batch = copy.deepcopy(own), network.batch()
 
         def planner(graph: LayerGraph) -> Plan:
             known = unit_of(graph) if saved == "replay" else ()
             chosen = {name: Strategy(saved=saved if name in known else "keep") for name in graph.layers}
-            small = at_batch(graph, (graph.batch or 1) // parts)
-            model = MemoryModel(small, "adam", on_cpu=self.device.type == "cpu", micro_batches=parts)
-            program = lower(small, chosen, StepSetting.per_process(1, small.batch or 1))
-            predicted.append(int(memory_over_step(model, program).max()))
             return Plan(graph.model, graph.fingerprint, graph.batch or 1, 1, chosen, micro_batches=parts)
 
         model = Compiled(own, planner, devices=[self.device], check="off")
@@ -205,7 +196,7 @@ class Run:
         assert model.plan is not None
         steps, measured = list[Callable[[], None]](), list[int]()
         for one in (plain, model):
-            optimizer = ADAM(one.parameters(), lr=1e-5)
+            optimizer = torch.optim.Adam(one.parameters(), lr=1e-5)
             step = partial(_step, one, optimizer, batch)
             step()  # libraries choose their kernels
             optimizer.state.clear()
@@ -218,9 +209,10 @@ class Run:
         ratios = [own_s / plain_s for plain_s, own_s in times]
         lower_quartile, _, upper_quartile = statistics.quantiles(ratios, n=4)
         plain_s, own_s = (statistics.median(side) for side in zip(*times, strict=True))
+        predicted = self._predicted(network, model.graph, model.plan)
         figures = Figures(
             network.name, variant, plain_s, own_s, statistics.median(ratios), lower_quartile, upper_quartile,
-            self._predicted_s(network, model.graph, model.plan), 0.0, measured[0], measured[1], predicted[0],
+            predicted.step_s, 0.0, measured[0], measured[1], max(predicted.memory_bytes),
         )  # fmt: skip
         return figures, model.graph, model.plan
 
@@ -241,9 +233,9 @@ class Run:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def _predicted_s(self, network: Network, graph: LayerGraph, plan: Plan) -> float:
+    def _predicted(self, network: Network, graph: LayerGraph, plan: Plan) -> Prediction:
         request = PlanRequest(precision=network.precision, optimizer="adam")
-        return Pricing.for_devices(1, self.device, request, home=0).predicted(graph, plan).expected.step_s
+        return Pricing.for_devices(1, self.device, request, home=0).predicted(graph, plan).step
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> None:

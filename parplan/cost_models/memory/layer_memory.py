@@ -33,7 +33,7 @@ from parplan.graph.repeated import unit_of, units
 from parplan.layout import IntArray
 from parplan.lowering.holdings import ALONE_BYTES, makes_large_result, slices
 
-__all__ = ["MemoryModel"]
+__all__ = ["MemoryModel", "training_state_bytes"]
 
 # What torch's caching allocator rounds every tensor up to (kMinBlockSize in c10/cuda/CUDACachingAllocator). On the CPU
 # torch counts what was asked for.
@@ -321,6 +321,11 @@ class MemoryModel:
         return sum(
             prod(local_shape(self.graph, local, name)) * values[name].dtype.itemsize for name in names if name in values
         )
+
+
+def training_state_bytes(graph: LayerGraph, optimizer: str) -> int:
+    """Bytes of all weights with their gradients and the optimizer's state, whole and once."""
+    return sum((2 + optimizer_memory(optimizer).states) * graph.values[name].nbytes for name in graph.parameters)
 
 
 def _by_points(spans: Iterable[_Span]) -> list[Held]:

@@ -139,7 +139,7 @@ class Case:
         Raises:
             PlanError: the plan's scheme asks for passes that cannot be.
         """
-        key = (plan.scheme, plan.schedule, *plan.layers.values())
+        key = _step_key(plan)
         if key not in self.steps_s:
             timeline = self.simulated(plan)
             if timeline is not None:
@@ -154,7 +154,7 @@ class Case:
         Raises:
             PlanError: the plan's scheme asks for passes that cannot be.
         """
-        key = (plan.scheme, plan.schedule, *plan.layers.values())
+        key = _step_key(plan)
         if key in self.fastest:
             return self.fastest[key]
         timeline = simulated_step(plan, self.graph, self.cluster, self.costs)
@@ -162,6 +162,11 @@ class Case:
             self.fastest.clear()
             self.fastest[key] = timeline
         return timeline
+
+
+def _step_key(plan: Plan) -> tuple[object, ...]:
+    """All that plans of one case differ in."""
+    return plan.scheme, plan.schedule, *plan.layers.values()
 
 
 def simulated_step(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> Timeline | None:

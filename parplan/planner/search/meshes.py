@@ -20,7 +20,7 @@ from parplan.planner.mesh.plan import plan_of
 from parplan.planner.mesh.search import Model, fastest, priced_mesh
 from parplan.planner.mesh.step import Links, Mesh, ParameterBytes, Step
 from parplan.planner.search.context import Case, pipeline_peaks
-from parplan.planner.search.stages import Staged, why_not, why_one_group
+from parplan.planner.search.stages import Staged, has_loss, why_one_group
 
 __all__ = ["Meshed", "fastest_mesh"]
 
@@ -62,7 +62,7 @@ def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | No
     if why_one_group(case, MOST_DEVICES) or case.fold is None or graph.batch is None or graph.profiled:
         return None
     refused, batch = set[int](), asked * graph.batch
-    most = 0 if why_not(case, MOST_DEVICES) else MOST_TASKS // len(graph.layers)
+    most = MOST_TASKS // len(graph.layers) if has_loss(graph) else 0
     groups, schedule = case.request.stages, case.request.schedule
 
     def allowed(mesh: Mesh) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from parplan.cost_models.optimizers import optimizer_memory
+from parplan.cost_models.memory.layer_memory import training_state_bytes
 from parplan.errors import CaptureError, InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import fold, units
@@ -202,8 +202,7 @@ class _Counts:
     @property
     def too_large(self) -> bool:
         """Whether no device has room for all weights, gradients and optimizer state."""
-        graph, states = self._case.graph, optimizer_memory(self._case.request.optimizer).states
-        nbytes = sum((2 + states) * graph.values[name].nbytes for name in graph.parameters)
+        nbytes = training_state_bytes(self._case.graph, self._case.request.optimizer)
         return nbytes > max(device.memory_bytes for device in self._case.cluster.devices)
 
     @property

@@ -26,7 +26,7 @@ from parplan.planner.simulation.priced_program import lowered, priced
 from parplan.planner.solver.problem import Problem, restrict
 from parplan.planner.solver.solve import solve
 
-__all__ = ["Staged", "fastest_in_stages", "why_not", "why_one_group"]
+__all__ = ["Staged", "fastest_in_stages", "has_loss", "why_not", "why_one_group"]
 
 SHARE = 0.2
 """Part of the time left for the strategies of one number of stages."""
@@ -46,21 +46,25 @@ class Staged:
     peaks: tuple[int, ...]
 
 
-def why_not(case: Case, most: int = SIMULATED) -> str:
-    """The reason for which no stages are tried, in words; empty where they are.
-
-    Args:
-        most: devices that are simulated.
-    """
-    graph = case.graph
-    results = [graph.values[value] for value in graph.user_outputs if isinstance(value, str)]
-    if not graph.training or not any(spec.shape == () and spec.requires_grad for spec in results):
+def why_not(case: Case) -> str:
+    """The reason for which no stages are tried, in words; empty where they are."""
+    if not has_loss(case.graph):
         return "the model has no loss inside, from which the last stage goes back (give loss=fn, targets=...)"
-    return why_one_group(case, most)
+    return why_one_group(case)
+
+
+def has_loss(graph: LayerGraph) -> bool:
+    """Whether training has a loss inside the model, from which the last stage can go back."""
+    results = [graph.values[value] for value in graph.user_outputs if isinstance(value, str)]
+    return graph.training and any(spec.shape == () and spec.requires_grad for spec in results)
 
 
 def why_one_group(case: Case, most: int = SIMULATED) -> str:
-    """The reason in the devices, or in what is asked for, for which layers are not spread over equal groups of them."""
+    """The reason in the devices, or in what is asked for, for which layers are not spread over equal groups of them.
+
+    Args:
+        most: devices that are compared.
+    """
     cluster, request = case.cluster, case.request
     if cluster.home is not None:
         return "one process runs all devices; under torchrun every process takes its own stage"

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from parplan.cluster import Cluster, Link
 from parplan.cost_models.costs import Moments
-from parplan.cost_models.optimizers import optimizer_memory
+from parplan.cost_models.memory.layer_memory import training_state_bytes
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import CaptureError, PlanError
 from parplan.fields import counted, size_text
@@ -85,8 +85,7 @@ def enough_devices(graph: LayerGraph, cluster: Cluster, precision: str, optimize
         graph: of the whole batch, of equal devices with a process each.
     """
     batch, limit, count = graph.batch or 1, cluster.devices[0].memory_bytes, cluster.count
-    states, known = optimizer_memory(optimizer).states, unit_of(graph)
-    held = sum((2 + states) * graph.values[name].nbytes for name in graph.parameters)
+    held, known = training_state_bytes(graph, optimizer), unit_of(graph)
     while (count := 2 * count) <= min(batch, MOST):
         if batch % count or held > count * limit:
             continue

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
 from math import inf
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.decoder import DecoderSize, captured
+from benchmarks.decoder import DecoderSize
 from parplan.api import verify
 from parplan.cost_models.devices.presets import cluster_preset
-from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.graph.capture.capture import capture
-from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.planner.mesh.parts import parts
 from parplan.planner.mesh.plan import plan_of
@@ -24,34 +21,18 @@ from parplan.planner.mesh.step import PLAIN, Links, Mesh, Step
 from parplan.planner.search.context import pipeline_peaks
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.timeline import simulate
+from tests.planner.mesh.decoders import DecoderMeshes
 from tests.runtime.pipeline_cases import TOKENS, Tower
 
 BLOCKS, DEVICES, BATCH = 6, 8, 16
-SIZE = DecoderSize(BLOCKS, 1024, 4096, 16, 8, 16_384, tied=False, sequence=1024)
-
-
-@cache
-def model() -> tuple[LayerGraph, Model, Links]:
-    graph = captured(SIZE, blocks=BLOCKS)
-    return graph, Model(graph, BLOCKS, PLAIN), Links(cluster_preset("h100-sxm", DEVICES), prefetch=False)
-
-
-def step(mesh: Mesh, limit: float = inf) -> Step:
-    _, own, links = model()
-    found = priced_mesh(own, own.parts(links.cluster.first(mesh.tensor), mesh.samples), mesh, links, limit)
-    assert found is not None
-    return found
+DECODER = DecoderMeshes(DecoderSize(BLOCKS, 1024, 4096, 16, 8, 16_384, tied=False, sequence=1024), DEVICES)
 
 
 def as_plan(found: Step) -> tuple[float, int]:
     """Simulated seconds of a mesh written out as a plan, and its largest peak."""
-    graph, own, links = model()
-    mesh, cluster = found.mesh, links.cluster
-    graph = at_batch(graph, mesh.samples * mesh.data)
-    costs = RooflineCosts(graph, cluster, "bf16", "adamw", micro_batches=mesh.micro_batches)
-    plan = plan_of(graph, own.parts(links.cluster.first(mesh.tensor), mesh.samples), found)
+    graph, cluster, costs, plan = DECODER.plan(found)
     check(plan, graph)
-    peaks = pipeline_peaks(plan, graph, costs) if mesh.groups > 1 else costs.peaks(plan.layers)
+    peaks = pipeline_peaks(plan, graph, costs) if found.mesh.groups > 1 else costs.peaks(plan.layers)
     assert peaks is not None
     assert plan.batch == BATCH
     return simulate(graph, cluster, costs, plan).step_s, max(peaks)
@@ -63,7 +44,7 @@ MESHES = [mesh for mesh in meshes(DEVICES, BATCH, BLOCKS, DEVICES) if mesh.sampl
 # Without state in slices, whose gathers the plan's costs price one parameter at a time, with the latency of each.
 @pytest.mark.parametrize("mesh", [one for one in MESHES if one.state == "replicated"][::3], ids=Mesh.describe)
 def test_a_mesh_takes_what_its_plan_takes(mesh: Mesh) -> None:
-    found = step(mesh)
+    found = DECODER.step(mesh)
     step_s, peak = as_plan(found)
     assert found.seconds == pytest.approx(step_s, rel=0.07)
     assert 0.95 * peak <= found.nbytes <= 1.25 * peak
@@ -71,7 +52,7 @@ def test_a_mesh_takes_what_its_plan_takes(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("state", ["sharded", "gathered"])
 def test_state_in_slices_takes_what_its_plan_takes(state: str) -> None:
-    found = step(Mesh(4, 2, 1, 1, 4, 2, state=state))
+    found = DECODER.step(Mesh(4, 2, 1, 1, 4, 2, state=state))
     step_s, peak = as_plan(found)
     assert found.seconds == pytest.approx(step_s, rel=0.02)
     assert 0.95 * peak <= found.nbytes <= 1.15 * peak
@@ -79,8 +60,8 @@ def test_state_in_slices_takes_what_its_plan_takes(state: str) -> None:
 
 def test_replays_are_those_of_the_plan() -> None:
     mesh = Mesh(1, 2, 4, 1, 8, 1)
-    whole = step(mesh)
-    tight = step(mesh, 0.85 * whole.nbytes)
+    whole = DECODER.step(mesh)
+    tight = DECODER.step(mesh, 0.85 * whole.nbytes)
     assert any(any(stage.replays) for stage in tight.stages)
     assert tight.seconds > whole.seconds
     step_s, peak = as_plan(tight)
@@ -106,7 +87,7 @@ def test_a_mesh_runs_as_its_plan(mesh: Mesh) -> None:
 
 
 def test_the_fastest_of_all_meshes_that_fit() -> None:
-    _, own, links = model()
+    own, links = DECODER.model, DECODER.links
     limit = 1 << 30
     small = Links(links.cluster.with_memory(limit), prefetch=False)
     chosen = fastest(own, BATCH, small)
@@ -125,7 +106,7 @@ def test_the_fastest_of_all_meshes_that_fit() -> None:
 
 
 def test_samples_between_two_numbers_take_no_less_than_they_do() -> None:
-    _, own, links = model()
+    own, links = DECODER.model, DECODER.links
     group = links.cluster.first(4)
     layers = own.parts(group, 1).layers
     taken, exact = own.parts(group, 3).block, parts(at_batch(own.graph, 3), group, layers, "bf16").block

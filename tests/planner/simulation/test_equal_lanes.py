@@ -5,54 +5,32 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from itertools import islice
-from math import inf
 from unittest import mock
 
 import pytest
 
-from benchmarks.decoder import DecoderSize, captured
-from parplan.cluster import Cluster
-from parplan.cost_models.costs import CostModel
-from parplan.cost_models.devices.presets import cluster_preset
-from parplan.cost_models.roofline import RooflineCosts
-from parplan.graph.layer_graph import LayerGraph
+from benchmarks.decoder import DecoderSize
 from parplan.graph.repeated import unit_of
-from parplan.graph.resized import at_batch
-from parplan.plan import Plan, Scheme
-from parplan.planner.mesh.plan import plan_of
-from parplan.planner.mesh.search import Model, meshes, priced_mesh
-from parplan.planner.mesh.step import PLAIN, Links, Mesh
+from parplan.plan import Scheme
+from parplan.planner.mesh.search import meshes
+from parplan.planner.mesh.step import Mesh
 from parplan.planner.simulation.equal_lanes import EqualLanes
 from parplan.planner.simulation.priced_program import PricedProgram, lowered, priced
 from parplan.planner.simulation.step_tasks import step_parts
 from parplan.planner.simulation.timeline import Timeline, simulate
 from parplan.report.pictures.lanes import Block, device_lanes
+from tests.planner.mesh.decoders import DecoderMeshes, Priced
 from tests.planner.random_plans import case, random_plans
 
 BLOCKS, DEVICES, BATCH = 6, 16, 16
-SIZE = DecoderSize(BLOCKS, 256, 512, 4, 2, 1024, tied=False, sequence=256)
+DECODER = DecoderMeshes(DecoderSize(BLOCKS, 256, 512, 4, 2, 1024, tied=False, sequence=256), DEVICES)
 MESHES = [mesh for mesh in meshes(DEVICES, BATCH, BLOCKS, 4) if mesh.groups > 1 and mesh.samples < 4]
 
-Priced = tuple[LayerGraph, Cluster, CostModel, Plan]
 
-
-@cache
-def model() -> tuple[LayerGraph, Model, Links]:
-    graph = captured(SIZE, blocks=BLOCKS)
-    return graph, Model(graph, BLOCKS, PLAIN), Links(cluster_preset("h100-sxm", DEVICES), prefetch=False)
-
-
-def of_mesh(mesh: Mesh, limit: float = inf) -> Priced:
+def of_mesh(mesh: Mesh) -> Priced:
     """A mesh as a plan."""
-    graph, own, links = model()
-    parts = own.parts(links.cluster.first(mesh.tensor), mesh.samples)
-    step = priced_mesh(own, parts, mesh, links, limit)
-    assert step is not None
-    graph = at_batch(graph, mesh.samples * mesh.data)
-    costs = RooflineCosts(graph, links.cluster, "bf16", "adamw", micro_batches=mesh.micro_batches)
-    return graph, links.cluster, costs, plan_of(graph, parts, step)
+    return DECODER.plan(DECODER.step(mesh))
 
 
 def one_by_one(of: Priced) -> Timeline:
