@@ -60,7 +60,8 @@ class LayerCharges(LayerCost):
         compute_interference_s: the part of that which holds up the backward pass beside it.
         post_update_s: the part that comes after the update.
         scatter_s: the part of the sum that goes to slices, in every micro-batch; the rest is summed in the last one.
-        gather_s, regather_s: the way of its weights from slices, before its forward, and again before its backward.
+        gather_s, regather_s: the way of its weights from slices, for its forward, and again for its backward.
+        gather_interference_s: what either of them takes from the compute beside it.
         replay_s: its forward again, before its backward.
     """
 
@@ -70,6 +71,7 @@ class LayerCharges(LayerCost):
     scatter_s: float
     gather_s: float
     regather_s: float
+    gather_interference_s: float
     replay_s: float
 
     @property
@@ -311,6 +313,7 @@ def charges(costs: CostModel, layer: Layer, strategy: Strategy, passes: int = 1)
         scatter_s=scatter_s,
         gather_s=gather_s,
         regather_s=gather_s if strategy.state == "gathered" else 0.0,
+        gather_interference_s=(1 - step.overlap) * gather_s,
         replay_s=own.forward_s if strategy.saved == "replay" and costs.runs_again(layer) else 0.0,
     )
 

@@ -18,7 +18,7 @@ from parplan.graph.kinds import op_name, writes_statistics
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph, once_per_graph
 from parplan.graph.sites import site_of
 
-__all__ = ["Blocks", "Fold", "fold", "repeated_blocks", "unit_of", "units", "why_kept"]
+__all__ = ["Blocks", "Fold", "fold", "gather_groups", "group_of", "repeated_blocks", "unit_of", "units", "why_kept"]
 
 LEAST_LAYERS = 64
 """Layers of all copies of a block from which planning them alike is worth losing some plans."""
@@ -192,16 +192,17 @@ class _Search:
 
 
 @once_per_graph
-def units(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
-    """Units of recomputation: disjoint runs of layers that can run forward again from little that is kept.
+def gather_groups(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
+    """Runs of layers, in forward order and together all of them, whose weights are gathered from slices together while
+    the run before computes.
 
     A run ends where one value with a gradient is all that later layers, or the user, take of it and of what is before:
-    behind the sum of a residual branch, say. A unit is such a run with at least two layers with matrices, else several
-    of them in a row until they have as many: of a single one nothing would be dropped. None crosses the border of equal
-    blocks that are planned alike, or has a layer that cannot run again.
+    behind the sum of a residual branch, say. A group is such a run with at least two layers with matrices, else several
+    of them in a row until they have as many: a small one would hide little of the gathers for a large one behind it.
+    None crosses the border of equal blocks that are planned alike.
     """
     if graph.profiled:
-        return ()  # of a profile's layers nobody knows what they keep
+        return tuple((name,) for name in graph.layers)  # of a profile's layers nobody knows what they hand on
     names, open_, found = list(graph.layers), set[str](), list[tuple[str, ...]]()
     last = {value: place for place, layer in enumerate(graph.layers.values()) for value in layer.inputs}
     last |= {value: len(names) for value in graph.user_outputs if isinstance(value, str)}
@@ -223,13 +224,32 @@ def units(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
             unit = []
         unit += run
         place += len(run)
-    return tuple(
-        own for own in found
-        if _matrices(graph, own) >= _LEAST_MATRICES and not any(_why_once(graph, name) for name in own)
-    )  # fmt: skip
+    return tuple(own for own in found if own)
 
 
 _LEAST_MATRICES = 2
+
+
+@once_per_graph
+def group_of(graph: LayerGraph) -> Mapping[str, int]:
+    """The number of every layer's gather group."""
+    return {name: number for number, own in enumerate(gather_groups(graph)) for name in own}
+
+
+@once_per_graph
+def units(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
+    """Units of recomputation: gather groups that can run forward again from little that is kept.
+
+    They have at least two layers with matrices, as of a single one nothing would be dropped, and none that cannot run
+    again.
+    """
+    if graph.profiled:
+        return ()  # of a profile's layers nobody knows what they keep
+    return tuple(
+        own
+        for own in gather_groups(graph)
+        if _matrices(graph, own) >= _LEAST_MATRICES and not any(_why_once(graph, name) for name in own)
+    )
 
 
 def _matrices(graph: LayerGraph, names: Iterable[str]) -> int:

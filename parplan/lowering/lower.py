@@ -12,9 +12,9 @@ from itertools import pairwise
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.repeated import unit_of, why_kept
+from parplan.graph.repeated import gather_groups, group_of, unit_of, why_kept
 from parplan.lowering.holdings import buckets, holdings, segment_heads, slices
-from parplan.lowering.ordering import backward, forward, staged
+from parplan.lowering.ordering import Gathers, backward, forward, staged
 from parplan.lowering.passes import passes_of, update_periods
 from parplan.lowering.per_replica_scalars import spread
 from parplan.lowering.placement import SlotAssigner
@@ -41,16 +41,18 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     held = holdings(graph, laid.strategies)
     filled = buckets(graph, held, step_setting.memories, update_periods(graph, strategies, known))
     assigner = SlotAssigner(graph, step_setting, laid.numbers, passes)
+    sliced = {
+        p: own for n, layer in graph.layers.items() for p, own in slices(graph, layer, laid.strategies[n]).items()
+    }
     # A unit is one segment, where nothing moves inside: what one segment hands on to another would be kept.
     inside = {
         other for name, other in pairwise(graph.layers) if name in replayed and replayed[name] == replayed.get(other)
     }
-    segments = Segments(graph, laid, assigner, segment_heads(graph, filled) - inside, replayed)
+    groups = gather_groups(graph) if sliced else ()
+    heads = segment_heads(graph, filled).union(own[0] for own in groups) - inside
+    segments = Segments(graph, laid, assigner, heads, replayed)
     for value in (name for name in graph.user_inputs if name is not None):
         assigner.add(assigner.slot(value, step_setting.arrival(graph.batch_dims.get(value))), -1)
-    sliced = {
-        p: own for n, layer in graph.layers.items() for p, own in slices(graph, layer, laid.strategies[n]).items()
-    }
     freed = {p for p in sliced if laid.strategies[graph.users[p][0]].state == "gathered"}
     for value, own in sliced.items():
         assigner.add(replace(assigner.slot(value, own.layout), rows=own.rows), -1)
@@ -74,10 +76,11 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     read = {*outputs, *updates.values(), *segments.read}
     read.update(slot for placed in assigner.moves for slot in placed.step.reads)
     steps = segments.steps(read, held)
+    gathers = Gathers(steps, group_of(graph))
     program = Program(
         slots=assigner.slots,
-        forward=tuple(forward(steps, assigner.moves)),
-        backward=tuple(backward(steps, assigner.moves, filled, freed)),
+        forward=tuple(forward(steps, assigner.moves, gathers)),
+        backward=tuple(backward(steps, assigner.moves, filled, gathers, freed)),
         inputs={value: value for value in graph.user_inputs if value is not None},
         outputs=outputs,
         updates=updates,

@@ -1,8 +1,9 @@
 """The order of a program's steps.
 
 Forward, a transfer starts as soon as its value is there; backward, as soon as the last reader has given its gradient,
-and the sum of a bucket as soon as its last gradient is known. In a staged order every pass goes forward and backward
-before the next one, which is what updates between passes need:
+and the sum of a bucket as soon as its last gradient is known. Weights that lie in slices are gathered one group of
+layers ahead, both ways, so that they arrive while the group before computes (FSDP's prefetch). In a staged order every
+pass goes forward and backward before the next one, which is what updates between passes need:
 
     all forward first                      staged
     front    F                       B     front    F             B
@@ -14,7 +15,8 @@ before the next one, which is what updates between passes need:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from operator import itemgetter
 from typing import TypeVar
 
@@ -36,7 +38,7 @@ from parplan.lowering.program import (
 )
 from parplan.lowering.step_setting import StepSetting
 
-__all__ = ["backward", "forward", "staged"]
+__all__ = ["Gathers", "backward", "forward", "staged"]
 
 FRONT = -1
 """The number of the layers in front, where passes have theirs."""
@@ -44,33 +46,65 @@ FRONT = -1
 AnyStep = TypeVar("AnyStep", bound=Step)
 
 
-def forward(steps: Sequence[Compute], moves: Sequence[ScheduledMove]) -> Iterator[Forward]:
+class Gathers:
+    """When weights are gathered from slices: all of a gather group when the group before it begins to compute.
+
+    Args:
+        steps: all segments, each of layers of one group.
+        group_of: the number of every layer's group.
+    """
+
+    def __init__(self, steps: Sequence[Compute], group_of: Mapping[str, int]) -> None:
+        numbers = [group_of[step.layers[0]] for step in steps]
+        self._groups = [list(own) for _, own in groupby(range(len(steps)), numbers.__getitem__)]  # of segments
+        self._place = {index: place for place, own in enumerate(self._groups) for index in own}
+
+    def forward_at(self, reader: int) -> int:
+        """The segment behind which weights for another one are gathered."""
+        return self._groups[max(0, self._place[reader] - 1)][0] - 1
+
+    def backward_at(self, reader: int) -> int:
+        """The segment before whose backward they are gathered again."""
+        return self._groups[min(len(self._groups) - 1, self._place[reader] + 1)][-1]
+
+
+def forward(steps: Sequence[Compute], moves: Sequence[ScheduledMove], gathers: Gathers) -> Iterator[Forward]:
     """Forward steps: transfers of inputs, then every compute step, and behind it the transfers that can start then."""
+    starting = defaultdict[int, list[Forward]](list)
+    for placed in moves:
+        weights = isinstance(placed.step, Transfer) and placed.step.weights
+        starting[gathers.forward_at(placed.backward_at) if weights else placed.forward_at].append(placed.step)
     for index in range(-1, len(steps)):
         if index >= 0:
             yield steps[index]
-        yield from (placed.step for placed in moves if placed.forward_at == index)
+        yield from starting[index]
 
 
 def backward(
-    steps: Sequence[Compute], moves: Sequence[ScheduledMove], buckets: Sequence[Bucket], freed: Collection[str] = ()
-) -> Iterator[Step]:
+    steps: Sequence[Compute], moves: Sequence[ScheduledMove], buckets: Sequence[Bucket], gathers: Gathers,
+    freed: Collection[str] = (),
+) -> Iterator[Step]:  # fmt: skip
     """Backward steps: every compute step reversed, and behind it the sums and transfers that can start then.
 
     Args:
-        freed: parameters that are gathered again before the step that uses them.
+        freed: parameters that are gathered again for the step that uses them.
     """
     complete = defaultdict[int, list[Bucket]](list)  # by the segment whose backward completes them
     for bucket in buckets:
         uses = (i for i, step in enumerate(steps) if any(s.name in bucket.parameters for s in step.states))
         complete[min(uses)].append(bucket)
+    again, back = defaultdict[int, list[Regather]](list), defaultdict[int, list[Step]](list)
+    for placed in reversed(moves):
+        step = placed.step
+        back[placed.backward_at].append(step)
+        if isinstance(step, Transfer) and step.weights and step.given.value in freed:
+            again[gathers.backward_at(placed.backward_at)].append(Regather(step))
     for index in range(len(steps), -1, -1):
-        here = [placed.step for placed in moves if placed.backward_at == index]
         if index < len(steps):
-            yield from (Regather(s) for s in here if isinstance(s, Transfer) and s.weights and s.given.value in freed)
+            yield from again[index]
             yield steps[index]
         yield from map(Reduce, complete[index])
-        yield from reversed(here)
+        yield from back[index]
 
 
 def staged(program: Program, passes: Sequence[Pass], step_setting: StepSetting) -> Staged | None:

@@ -186,7 +186,7 @@ class SlotAssigner:
         """The segment after which a move starts."""
         made = self._made_in[source.name]
         if source.value in self._graph.parameters:
-            return reader - 1  # not before it is needed: whole weights take memory
+            return reader - 1  # ordering.py says how much earlier: whole weights take memory
         early = source.pass_number is not None and source.pass_number > 0 and made < self.begins[source.pass_number]
         if source.name != base:
             # What was itself moved has to arrive first: it goes on when it is needed, not as soon as it could, or

@@ -23,7 +23,8 @@ from parplan.plan import LISTED_DEVICES, Scheme, Strategy
 
 __all__ = [
     "Assembly", "Bucket", "Code", "Compute", "Exchange", "Forward", "Join", "Messages", "OnePass", "Operand", "Program",
-    "Reduce", "Regather", "Slot", "Split", "Staged", "State", "Step", "Transfer", "last_reads", "shape_of",
+    "Reduce", "Regather", "Slot", "Split", "Staged", "State", "Step", "Transfer", "gathers_beside", "last_reads",
+    "shape_of",
 ]  # fmt: skip
 
 
@@ -366,6 +367,21 @@ class Program:
         forward = [f"  {step.text()}" for step in self.forward]
         backward = [f"  {_back_text(step)}" for step in self.backward]
         return "\n".join(["forward:", *forward, "backward:", *backward, ""])
+
+
+def gathers_beside(program: Program) -> Mapping[tuple[str, bool], Compute]:
+    """The compute step that follows each gather of weights, by the slot that is filled and whether it is backward."""
+    found = dict[tuple[str, bool], Compute]()
+    for backward, steps in enumerate((program.forward, program.backward)):
+        waiting = list[str]()
+        for step in steps:
+            own = step.transfer if isinstance(step, Regather) else step
+            if isinstance(step, Compute):
+                found |= {(slot, bool(backward)): step for slot in waiting}
+                waiting = []
+            elif isinstance(own, Transfer) and own.weights and (isinstance(step, Regather) or not backward):
+                waiting.append(own.target)
+    return found
 
 
 def last_reads(steps: Sequence[Forward], kept: Collection[str] = ()) -> Mapping[int, Sequence[str]]:

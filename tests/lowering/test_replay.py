@@ -70,14 +70,16 @@ def test_units_next_to_each_other_are_steps_of_their_own() -> None:
 def test_weights_of_a_unit_are_gathered_before_all_of_it() -> None:
     graph = capture(five(), (torch.zeros(8, 8),))
     program = lowered(graph, ("4", "5", "6", "7"), replace(TWO, state="gathered"))
-    assert [line.strip() for line in program.text().partition("backward:")[2].splitlines()[3:12]] == [
-        "move p_8_weight@1 back to p_8_weight",
-        "move p_4_weight 2x1 (0,1) rows:0 -> p_4_weight@1 2x1 (0,1) again",
+    assert [line.strip() for line in program.text().partition("backward:")[2].splitlines()[2:13]] == [
         "move p_6_weight 2x1 (0,1) rows:0 -> p_6_weight@1 2x1 (0,1) again",
+        "move p_4_weight 2x1 (0,1) rows:0 -> p_4_weight@1 2x1 (0,1) again",
+        "back through 8",
+        "move p_8_weight@1 back to p_8_weight",
+        "move p_2_weight 2x1 (0,1) rows:0 -> p_2_weight@1 2x1 (0,1) again",
+        "move p_0_weight 2x1 (0,1) rows:0 -> p_0_weight@1 2x1 (0,1) again",
         "back through 4 + 5 + 6 + 7",
         "move p_6_weight@1 back to p_6_weight",
         "move p_4_weight@1 back to p_4_weight",
-        "move p_2_weight 2x1 (0,1) rows:0 -> p_2_weight@1 2x1 (0,1) again",
         "back through 2 + 3",
         "move p_2_weight@1 back to p_2_weight",
     ]

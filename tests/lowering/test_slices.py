@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from parplan.errors import PlanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import gather_groups
 from parplan.layout import shape_of
 from parplan.lowering.holdings import holdings, slices
 from parplan.lowering.lower import lower
+from parplan.lowering.program import Compute, Regather, Step, Transfer
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.search_space.verifier import check
@@ -70,7 +72,7 @@ def test_every_device_keeps_a_part_of_its_own(strategy: Strategy, parts: list[tu
     assert len(set(held.values())) == 4
 
 
-def test_weights_are_gathered_before_their_layer_and_gradients_leave_behind_it() -> None:
+def test_weights_are_gathered_before_their_group_and_gradients_leave_behind_their_layer() -> None:
     graph = capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), (torch.zeros(8, 8),))
     strategy = Strategy(2, 1, None, (0, 1), state="sharded")
     program = lower(graph, dict.fromkeys(graph.layers, strategy), StepSetting.per_process(2, 8))
@@ -80,8 +82,8 @@ def test_weights_are_gathered_before_their_layer_and_gradients_leave_behind_it()
         == """\
 forward:
   move p_0_weight 2x1 (0,1) rows:0 -> p_0_weight@1 2x1 (0,1)
-  0 + 1 on 2x1 (0,1): input, p_0_weight@1 -> relu
   move p_2_weight 2x1 (0,1) rows:0 -> p_2_weight@1 2x1 (0,1)
+  0 + 1 on 2x1 (0,1): input, p_0_weight@1 -> relu
   2 on 2x1 (0,1): relu, p_2_weight@1 -> linear_1
 backward:
   back through 2
@@ -91,6 +93,32 @@ backward:
   move p_0_weight@1 back to p_0_weight
 """
     )
+
+
+def test_weights_are_gathered_one_group_ahead() -> None:
+    """Forward while the group before computes, backward while the one behind goes back."""
+    graph = capture(nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), (torch.zeros(8, 8),))
+    assert gather_groups(graph) == (("0", "1"), ("2", "3"), ("4", "5"))
+    gathered = Strategy(2, 1, None, (0, 1), state="gathered")
+    program = lower(graph, dict.fromkeys(graph.layers, gathered), StepSetting.per_process(2, 8))
+
+    def order(steps: Sequence[Step]) -> list[str]:
+        """Gathers by the number of the layer, and computed layers."""
+        found = []
+        for step in steps:
+            own = step.transfer if isinstance(step, Regather) else step
+            if isinstance(step, Compute):
+                found.append("+".join(step.layers))
+            elif isinstance(own, Transfer) and (isinstance(step, Regather) or steps is program.forward):
+                found.append(f"gather {own.given.value.split('_')[1]}")
+        return found
+
+    assert order(program.forward) == [
+        "gather 0", "gather 1", "gather 2", "gather 3", "0", "1", "gather 4", "gather 5", "2", "3", "4", "5",
+    ]  # fmt: skip
+    assert order(program.backward) == [
+        "gather 5", "gather 4", "gather 3", "gather 2", "5", "4", "gather 1", "gather 0", "3", "2", "1", "0",
+    ]  # fmt: skip
 
 
 def test_gathered_weights_are_gathered_again_before_their_backward() -> None:

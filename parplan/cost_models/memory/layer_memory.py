@@ -29,7 +29,7 @@ from parplan.cost_models.ops.saved import Saved, saved_by
 from parplan.cost_models.optimizers import optimizer_memory
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer, local_shape
-from parplan.graph.repeated import unit_of, units
+from parplan.graph.repeated import gather_groups, group_of, unit_of, units
 from parplan.layout import IntArray
 from parplan.lowering.holdings import ALONE_BYTES, makes_large_result, slices
 
@@ -221,9 +221,16 @@ class MemoryModel:
         copied = [n for n in trained if local.strategy.replicas > 1 or n not in cut or n in shared]
         summed = [name for name in copied if name not in sliced]
         messages_bytes = sum(nbytes for name in summed if (nbytes := self.taken(local, [name])) < ALONE_BYTES)
-        # Gradients on their way to slices: as they lie, and what comes of them from others.
-        for name in sliced.keys() & set(trained):
+        before, behind = self._groups_beside(layer.name)
+        begin, _ = self._lifetimes(local).kept_from(layer.name, (back, 0))
+        for name in sliced:  # what comes from others
             coming = self.taken(local, [name]) - self.allocated(self._kept_bytes(local, name))
+            yield Held(moments.forward(before), forward, coming)
+            if local.strategy.state == "gathered":
+                yield Held(moments.backward(behind), begin, coming)
+            if name not in trained:
+                continue
+            # Gradients on their way to slices: as they lie, and what comes of them from others.
             yield Held(back + 1, moments.in_slices(back), self.taken(local, [name]) + coming)
         if self.micro_batches > 1:  # gradients are added to those before when the run of layers has gone back
             yield Held(back + 1, self.begun_until() + 1, self.taken(local, set(self._begun(layer)) - set(sliced)))
@@ -246,6 +253,14 @@ class MemoryModel:
         for one in self._whole.owned[layer.name]:
             if one.start[0] == forward and one.stop[0] + 1 < until.get(one.value, 0):
                 yield Held(one.stop[0] + 1, until[one.value], self.taken(local, [one.value]))
+
+    def _groups_beside(self, name: str) -> tuple[int, int]:
+        """The first layer of the gather group before a layer's, and the last of the one behind; of its own where there
+        is none."""
+        groups = gather_groups(self.graph)
+        place = group_of(self.graph)[name]
+        before, behind = groups[max(0, place - 1)], groups[min(len(groups) - 1, place + 1)]
+        return self._index[before[0]], self._index[behind[-1]]
 
     def callers_until(self, result: str) -> int:
         """Until when the caller holds a result beside those that are put together."""

@@ -24,7 +24,7 @@ from parplan.cost_models.ops.op_calls import op_calls
 from parplan.graph.local import LocalLayer
 from parplan.layout import Block, Grid, IntArray, block_shapes
 from parplan.lowering.holdings import used_blocks
-from parplan.lowering.program import Code, Compute, Program, Slot, Transfer
+from parplan.lowering.program import Code, Compute, Program, Slot, Transfer, gathers_beside
 
 __all__ = ["memory_by_layer", "memory_over_step"]
 
@@ -69,6 +69,7 @@ class _Step:
         self._last: dict[int, int] = {}
         self._readers: dict[str, list[int]] = defaultdict(list)
         segmentation = self._segmentation()
+        self._begun_with = gathers_beside(program)
         replayed = [name for name, own in program.strategies.items() if own.saved == "replay"]
         self._lifetimes = Lifetimes(model.ops, segmentation, replayed)
         self._hold_parameters()
@@ -244,8 +245,11 @@ class _Step:
         until the backward of the first segment that reads it; to which point every device keeps the value itself for
         them, and for what is a view of it."""
         moments, (read, last) = self._moments, self._until(transfer)
-        home = _is_home(transfer.given) and not transfer.weights
-        start = moments.forward(self._made(transfer.given)) + 1 if home else read - 1
+        start = read - 1
+        if transfer.weights:
+            start = moments.forward(self._index[self._begun_with[transfer.target, False].layers[0]]) - 1
+        elif _is_home(transfer.given):
+            start = moments.forward(self._made(transfer.given)) + 1
         if transfer.target in self._program.freed:
             self._gather_again(transfer, sizes)
         put_together = (sizes.received > 0) | (sizes.pieces > 1)
@@ -260,11 +264,13 @@ class _Step:
         return np.maximum(shared, self._spread(transfer.wanted.layout.grid, own))
 
     def _gather_again(self, transfer: Transfer, sizes: Messages) -> None:
-        """Weights that are gathered before a segment goes back: put together beside their messages, then copied to
-        where its graph holds them."""
+        """Weights that are gathered before a segment goes back: put together beside their messages, which come while
+        the group behind it goes back, then copied to where its graph holds them."""
         moments, first = self._moments, self._reader(transfer.target)
         begin, nbytes = moments.backward(self._last[first]), self._nbytes(transfer.wanted)
         received = transfer.wanted.dtype.itemsize * self._spread(transfer.wanted.layout.grid, sizes.received)
+        start = moments.backward(self._index[self._begun_with[transfer.target, True].layers[-1]]) - 1
+        self._hold(start, begin - 1, received)
         self._hold(begin - 1, begin, nbytes + np.maximum(received, nbytes))
         self._hold(begin, moments.backward(first) + 1, nbytes)
 

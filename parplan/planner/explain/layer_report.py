@@ -13,7 +13,7 @@ from parplan.plan import Plan
 from parplan.planner.decision import Arrival, LayerReport, Prediction
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.options import Option
-from parplan.planner.search_space.step_time import edge_totals, node_totals
+from parplan.planner.search_space.step_time.parts import edge_totals, node_totals
 from parplan.planner.search_space.verifier import bends
 from parplan.planner.solver.problem import evaluate
 

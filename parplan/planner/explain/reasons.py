@@ -15,7 +15,7 @@ from parplan.graph.sites import is_repeatable, why_whole
 from parplan.plan import Plan
 from parplan.planner.decision import Alternative, LayerReport
 from parplan.planner.search_space.formulation import Formulation
-from parplan.planner.search_space.step_time import edge_totals, node_totals
+from parplan.planner.search_space.step_time.parts import edge_totals, node_totals
 from parplan.planner.search_space.strategies import refusals
 from parplan.planner.solver.problem import evaluate, objectives_at
 

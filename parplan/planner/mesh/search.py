@@ -207,7 +207,7 @@ def fastest(
         every = [model.parts(group, mesh.samples)]
         if mesh.tensor > 1 and (other := model.parts(group, mesh.samples, cut=False)) is not every[0]:
             every.append(other)
-        every += [own.replayed for own in every] if links.prefetch else []
+        every += [own.replayed for own in every] if links.by_hand else []
         bounded += [(bound_s(model, own, mesh, links), mesh, own) for own in every]
     if not bounded:
         raise PlanError(f"{batch} samples cannot be shared by {counted(cluster.count, 'device')} in any mesh")

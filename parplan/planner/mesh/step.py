@@ -15,10 +15,14 @@ from itertools import product
 from math import inf
 
 import numpy as np
+import torch
 
 from parplan.cluster import Cluster
 from parplan.cost_models.communication.collectives import Linear, Topology
+from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.ops.efficiency import efficiency
+from parplan.graph.layer_graph import TensorSpec
+from parplan.layout import Grid, Layout
 from parplan.lowering.pipeline.orders import most_in_flight, orders
 from parplan.plan import SCHEDULES, STATES
 from parplan.planner.mesh.parts import Part, Parts, Unit
@@ -111,15 +115,18 @@ class Links:
     """Seconds of messages on a machine, by what talks: each kind worked out once.
 
     Args:
-        prefetch: weights are gathered one block ahead, beside compute, sharded ones once per step, and a block that is
-            replayed whole takes its transfers again, as the best programs written by hand do it; else as parplan's
-            runtime does it: compute waits for gathers, in every micro-batch, and moved copies are kept.
+        by_hand: weights of sharded state are gathered once per step and in rings, and a block that is replayed whole
+            takes its transfers again, as the best programs written by hand do it; else as parplan's runtime does it:
+            weights are gathered in every micro-batch, from each slice straight to every device, and moved copies are
+            kept.
     """
 
-    def __init__(self, cluster: Cluster, prefetch: bool = True) -> None:
-        self.cluster, self.prefetch = cluster, prefetch
+    def __init__(self, cluster: Cluster, by_hand: bool = True) -> None:
+        self.cluster, self.by_hand = cluster, by_hand
         self._topology = Topology(cluster)
         self._rings: dict[tuple[int, int, int], Linear] = {}
+        self._straight: dict[tuple[int, int, int, float], float] = {}
+        self._transfers = Transfers(cluster)
 
     def all_reduce_s(self, mesh: Mesh, copies: int, nbytes: float) -> float:
         """A sum over all data-parallel copies of a stage, and over `copies` devices of each tensor group: rings of all
@@ -132,6 +139,22 @@ class Links:
             parts = (np.arange(first, first + copies) for first in range(0, mesh.tensor, copies))
             self._rings[key] = self._topology.all_reduce([(bases + part).ravel().tolist() for part in parts])
         return self._rings[key].seconds(nbytes)
+
+    def gather_s(self, mesh: Mesh, copies: int, nbytes: float) -> float:
+        """The way of a part's weights from slices over all copies of a stage, and over `copies` devices of each tensor
+        group; and that of gradients to them."""
+        if self.by_hand or copies * mesh.data == 1:
+            return self.all_reduce_s(mesh, copies, nbytes) / 2
+        key = mesh.tensor, mesh.data, copies, nbytes
+        if key not in self._straight:
+            count, parts = mesh.data * copies, mesh.tensor // copies
+            grid = Grid(tuple(range(count * parts)), count, parts)
+            spec = TensorSpec((count * max(1, round(nbytes / count)), parts), torch.uint8)
+            cut = 1 if parts > 1 else None
+            self._straight[key] = self._transfers.transfer(
+                spec, Layout(grid, 0, cut), Layout(grid, None, cut)
+            ).forward_s
+        return self._straight[key]
 
     def message_s(self, mesh: Mesh, nbytes: float) -> float:
         """A message from each device of a stage to its neighbour in the next, all at once, where that is slowest."""
@@ -215,7 +238,7 @@ def stage_of(
         for copies, numbers in part.parameters.items():
             slices = copies * mesh.data if mesh.state != STATES[0] else 1
             resident = held.resident * numbers / slices
-            if mesh.state == STATES[1] and links.prefetch:  # from the first forward to the last backward whole
+            if mesh.state == STATES[1] and links.by_hand:  # from the first forward to the last backward whole
                 resident = (held.weights + held.gradients + held.optimizer / slices) * numbers
             elif mesh.state == STATES[1]:  # weights from forward to backward
                 resident += held.weights * numbers
@@ -278,27 +301,27 @@ def _sums_s(
     They go on beside compute, one part (a block) ahead or behind. What they take longer counts, and the share by which
     they hold up compute (`Cluster.slowdown`).
     """
-    gathers, sums, slowdown = list[float](), list[float](), links.cluster.slowdown
+    gathers, scatters, sums, slowdown = list[float](), list[float](), list[float](), links.cluster.slowdown
     for part, _ in own:
         known = part.parameters.items()
-        gathers.append(sum(links.all_reduce_s(mesh, copies, held.weights * n) / 2 for copies, n in known))
+        gathers.append(sum(links.gather_s(mesh, copies, held.weights * n) for copies, n in known))
+        scatters.append(sum(links.gather_s(mesh, copies, held.gradients * n) for copies, n in known))
         sums.append(sum(links.all_reduce_s(mesh, copies, held.gradients * n) for copies, n in known))
     counts, parts = [count for _, count in own], [part for part, _ in own]
-    gather_s, sum_s = (sum(n * s for n, s in zip(counts, each, strict=True)) for each in (gathers, sums))
+    gather_s, scatter_s, sum_s = (
+        sum(n * s for n, s in zip(counts, each, strict=True)) for each in (gathers, scatters, sums)
+    )
 
     def waits_s(beside: Sequence[float], work: Sequence[float]) -> float:
         return sum(n * max(0.0, b - w) for n, b, w in zip(counts, beside, work, strict=True))
 
-    arrive_s, back_s, backwards = gather_s, 0.0, [part.backward_s for part in parts]
-    if links.prefetch:
-        arrive_s = gathers[0] + waits_s(gathers, [part.forward_s for part in parts]) + slowdown * gather_s
-    if mesh.state == STATES[2] or (mesh.state == STATES[1] and not links.prefetch):
-        beside = [each / 2 for each in sums]  # to slices, in every micro-batch
-        if links.prefetch:
-            back_s, beside = gathers[-1] + slowdown * gather_s, [g + s for g, s in zip(gathers, beside, strict=True)]
-        elif mesh.state == STATES[2]:
-            back_s = gather_s
-        return arrive_s, back_s + waits_s(beside, backwards) + slowdown * sum_s / 2, sums[0] / 2
+    arrive_s = gathers[0] + waits_s(gathers, [part.forward_s for part in parts]) + slowdown * gather_s
+    back_s, backwards = 0.0, [part.backward_s for part in parts]
+    if mesh.state == STATES[2] or (mesh.state == STATES[1] and not links.by_hand):
+        beside = scatters  # in every micro-batch
+        if mesh.state == STATES[2]:
+            back_s, beside = gathers[-1] + slowdown * gather_s, [g + s for g, s in zip(gathers, scatters, strict=True)]
+        return arrive_s, back_s + waits_s(beside, backwards) + slowdown * scatter_s, scatters[0]
     share = 1.0 if mesh.state == STATES[0] else 0.5  # to slices
     hidden_s = backward_s - backwards[-1]  # the first sum begins when the last part has gone back
     last_s = max(share * sums[0], share * sum_s - hidden_s) + slowdown * share * sum_s

@@ -76,7 +76,7 @@ def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | No
         blocks = blocks_of(graph)
         few = with_fewer_blocks(graph, blocks, COPIES)
         model = Model(few, blocks.copies, _held(case), case.request.precision)
-        links, known = Links(cluster, prefetch=False), None
+        links, known = Links(cluster, by_hand=False), None
         memory_bytes = limit = min(device.memory_bytes for device in cluster.devices)
         for _ in range(TRIES):
             known = _within(model, links, known, limit)

@@ -5,6 +5,9 @@ Plans with everything whole and kept come first. Where memory rules them out or 
 and then in micro-batches. More micro-batches hold fewer activations at a time and never compute faster, as each is a
 smaller batch. So numbers that divide the batch are tried upwards, doubled, then those between, and no further than
 memory makes a difference: until the best plan would be no faster with all the memory it wants.
+
+Sharded state may be a little faster also where memory asks for nothing: the second half of a sum, the gathers, goes on
+beside the next forward. That is not searched for; a pin (state:sharded) tries it, and proofs say whether they cover it.
 """
 
 from __future__ import annotations
@@ -40,9 +43,9 @@ MicroBatched = Callable[[int], PricedGraph]
 LEAST_GAIN = 1e-3
 """Part of a step that all the memory there could be has to gain, for more micro-batches to be tried."""
 
-NEAR = 1.2
+NEAR = 1.1
 """Plans of the whole batch are searched beside a mesh where one of those takes no longer than this, relative: layers of
-their own mind gain less."""
+their own mind gain less (3 % of Llama-3-8B on 8 RTX 4090, for half of its planning time)."""
 
 UNBOUND = 0.2
 """Part of the time left for finding out what more memory would gain: it is refuted in most cases."""

@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.planner.search_space.step_time import EdgeParts, NodeParts
+from parplan.planner.search_space.step_time.parts import EdgeParts, NodeParts
 from parplan.planner.solver.problem import FloatArray
 
 __all__ = ["Within", "folded"]
@@ -27,7 +27,7 @@ __all__ = ["Within", "folded"]
 HEAVY = 4
 """Layers whose devices are followed, those with the longest updates and gradient sums."""
 
-COMPUTE = ("once_s", "backward_s", "interference_s", "scatter_interference_s")
+COMPUTE = ("once_s", "backward_s", "interference_s", "scatter_interference_s", "gather_interference_s")
 """Seconds of layers that branches divide among the devices."""
 
 Groups = list[NDArray[np.intp]]

@@ -35,7 +35,7 @@ from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme
 from parplan.planner.search_space.options import Option
 from parplan.planner.search_space.shape import Choice, Shape
-from parplan.planner.search_space.step_time import EdgeParts, NodeParts
+from parplan.planner.search_space.step_time.parts import EdgeParts, NodeParts
 from parplan.planner.solver.problem import FloatArray
 
 __all__ = ["TransferReuse", "delivery_layout", "edge_parts", "equal", "reuses", "ties"]

@@ -12,22 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from parplan.cluster import Cluster
-from parplan.cost_models.costs import CostModel, Moments
+from parplan.cost_models.costs import CostModel, Held, Moments
 from parplan.graph.layer_graph import Layer, LayerGraph
-from parplan.graph.repeated import Fold
+from parplan.graph.repeated import Fold, group_of
 from parplan.lowering.stages import Stage
 from parplan.plan import Strategy
 from parplan.planner.search_space.any_block import folded
 from parplan.planner.search_space.edges import TransferReuse, edge_parts, equal, reuses, ties
 from parplan.planner.search_space.options import Option, arrival_s, node_parts, priced_option
 from parplan.planner.search_space.shape import ONE_PASS, Choice, Placement, Shape, choices, role_rows
-from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
+from parplan.planner.search_space.step_time.assembled import assembled
+from parplan.planner.search_space.step_time.parts import EdgeParts, NodeParts, StepParts
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
 __all__ = ["Formulation", "InfeasibleShape", "formulate", "reassembled"]
@@ -159,7 +160,7 @@ def formulate(
     edges = edge_parts(graph, cluster, costs, reused, names, layers, options, shape, strict, fold, look)
     own_parts = [node_parts(own, shape) for own in options]
     own_parts += [NodeParts.alone(np.array([costs.step.overhead_s]), len(shape.lanes))]
-    between = frozenset(place[name] for name in (fold.times if fold is not None else ()))
+    times = {place[name]: count for name, count in (fold.times if fold is not None else {}).items()}
     if fold is not None:
         own_parts, options = _counted_often(fold, graph, place, own_parts, options)
     phases = [[[place[name] for name in branch] for branch, _ in phase[0]] for phase in shape.homes]
@@ -173,8 +174,8 @@ def formulate(
     edges += ties(graph, fold, layers, place, options)
     edges += _reuse_ties(fold, graph, place, reused, own_parts, shape) if fold is not None else []
     _check_far(far_s, own_parts)
-    several = costs.step.micro_batches
-    parts = StepParts(own_parts, edges, shape, costs.step.hidden, phases, far_s, len(names) + 1, between, several)
+    count, groups, several = len(names) + 1, _groups(graph, names), costs.step.micro_batches
+    parts = StepParts(own_parts, edges, shape, costs.step.hidden, phases, far_s, count, times, groups, several)
     # The devices that are followed hold at least as much as any other of their kind.
     lanes = () if shape.average else shape.lanes
     node_s, edge_s, maxima = assembled(parts)
@@ -201,6 +202,11 @@ def formulate(
     return Formulation(
         problem, (*names, DELIVERY), tuple(options), parts, fold, () if shape.average else tuple(reused.values())
     )
+
+
+def _groups(graph: LayerGraph, names: Sequence[str]) -> list[list[int]]:
+    """The nodes of each gather group, in forward order."""
+    return [list(own) for _, own in groupby(range(len(names)), lambda v: group_of(graph)[names[v]])]
 
 
 def _check_far(far_s: float, nodes: Sequence[NodeParts]) -> None:
@@ -315,10 +321,14 @@ def _counted_often(
             """The moment, or the end of the blocks between; memory is most at the first or last block."""
             return next((one.stop for one in ranges if moment in one), moment)
 
-        held = [
-            [replace(h, start=later(h.start), end=later(h.end), nbytes=times * h.nbytes) for h in one.memory.held]
-            for one in options[v]
-        ]
+        def often(one: Held, ranges: Sequence[range] = ranges, times: int = times) -> Held:
+            """As all blocks hold it: what begins in the block before and ends in this one, its weights on their way,
+            is there once at a time."""
+            if any(one.start < own.start < one.end <= own.stop for own in ranges):
+                return one
+            return replace(one, start=later(one.start), end=later(one.end), nbytes=times * one.nbytes)
+
+        held = [[often(h) for h in one.memory.held] for one in options[v]]
         options[v] = tuple(
             replace(one, memory=replace(one.memory, held=tuple(h for h in parts if h.start < h.end)))
             for one, parts in zip(options[v], held, strict=True)

@@ -16,7 +16,7 @@ from parplan.lowering.stages import Stage
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 from parplan.planner.search_space.shape import Choice, Shape
-from parplan.planner.search_space.step_time import NodeParts
+from parplan.planner.search_space.step_time.parts import NodeParts
 
 __all__ = ["Option", "arrival_layout", "arrival_s", "node_parts", "priced_option"]
 
@@ -72,9 +72,8 @@ def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
     in_passes = np.array([float(one.role is Stage.PASSES) for one in options])
     inside = in_passes if shape.passes > 1 else np.zeros_like(in_passes)
     once = 1 - inside
-    forward = np.array([one.cost.gather_s + one.cost.forward_s + one.batch_norm_sync_s for one in options])
-    again = np.array([one.cost.regather_s + one.cost.replay_s for one in options])
-    backward = again + np.array([one.cost.backward_s + one.batch_norm_sync_s for one in options])
+    forward = np.array([one.cost.forward_s + one.batch_norm_sync_s for one in options])
+    backward = np.array([one.cost.replay_s + one.cost.backward_s + one.batch_norm_sync_s for one in options])
     costs, before = [one.cost for one in options], [one.cost.before_last for one in options]
     interference = np.array([cost.compute_interference_s for cost in costs])
     arrival = np.array([one.arrival_s for one in options])
@@ -91,6 +90,8 @@ def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
         scatter_s=np.array([cost.overlappable_s for cost in before]),
         scatter_interference_s=np.array([cost.compute_interference_s for cost in before]),
         late_scatter_s=np.array([cost.post_update_s for cost in before]),
+        gather_s=np.array([cost.gather_s for cost in costs]),
+        gather_interference_s=np.array([cost.gather_interference_s for cost in costs]),
         lanes=np.array(used),
         regathers=np.array([float(cost.regather_s > 0) for cost in costs]),
     )

@@ -16,6 +16,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.communication.traffic import traffic
 from parplan.cost_models.costs import CostModel, LayerCharges, charges, statistics_transfer
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import group_of
 from parplan.layout import Grid, Layout
 from parplan.lowering.lower import lower
 from parplan.lowering.program import Compute, Join, Program, Slot, Split, Transfer
@@ -52,12 +53,14 @@ class LayerWork:
     Args:
         passes: how often it runs in a step.
         period: passes between updates.
+        group: the number of its gather group.
     """
 
     name: str
     passes: int
     devices: tuple[int, ...]
     period: int
+    group: int
     cost: LayerCharges
 
 
@@ -106,12 +109,14 @@ class PricedProgram:
     Args:
         layers: in forward order.
         moves: by the slot that is filled, in forward order.
+        sliced: the layers whose weights come from slices, by parameter.
         hidden: the share of what goes on beside compute that takes nothing from it (StepCost.overlap).
     """
 
     program: Program
     layers: Mapping[str, LayerWork]
     moves: Mapping[str, Move]
+    sliced: Mapping[str, str]
     overhead_s: float
     hidden: float = 1.0
     policy: PassPolicy = RUNTIME_POLICY
@@ -141,15 +146,17 @@ def priced(graph: LayerGraph, program: Program, costs: CostModel, policy: PassPo
     """Prices of a program that was lowered from `graph`."""
     numbers = {name: step.pass_number for step in program.forward if isinstance(step, Compute) for name in step.layers}
     passes = 1 + max((number for number in numbers.values() if number is not None), default=0)
+    groups = group_of(graph)
 
     def work(name: str) -> LayerWork:
         strategy, runs = program.strategies[name], passes if numbers[name] is not None else 1
         own = charges(costs, graph.layers[name], replace(strategy, update_period=None), runs)
-        return LayerWork(name, runs, strategy.devices, strategy.update_period or passes, own)
+        return LayerWork(name, runs, strategy.devices, strategy.update_period or passes, groups[name], own)
 
     hidden = costs.step.hidden if policy.prefetch else 0.0
     layers, moves = {name: work(name) for name in graph.layers}, _moves(graph, program, costs, passes, policy)
-    return PricedProgram(program, layers, moves, costs.step.overhead_s, hidden, policy)
+    sliced = {parameter: graph.users[parameter][0] for parameter in program.slices}
+    return PricedProgram(program, layers, moves, sliced, costs.step.overhead_s, hidden, policy)
 
 
 def _moves(graph: LayerGraph, program: Program, costs: CostModel, passes: int, policy: PassPolicy) -> dict[str, Move]:

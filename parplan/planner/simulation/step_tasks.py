@@ -1,18 +1,19 @@
 """Tasks of a lowered program's step with their dependencies, in the program's order.
 
 A segment begins when all that it reads is there, and what it makes leaves at its end, as the executor runs it; inside,
-its layers follow each other, and backward each layer's gradient sum begins when its backward is done. Samples that
-cross the boundary of passes travel beside the compute of a pass, those of one pass at a time.
+its layers follow each other, and backward each layer's gradient sum begins when its backward is done. Weights come from
+slices by the links of those sums, one gather group ahead, and a group begins when all of its own are there. Samples
+that cross the boundary of passes travel beside the compute of a pass, those of one pass at a time.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from parplan.cost_models.communication.traffic import traffic
@@ -22,6 +23,7 @@ from parplan.lowering.program import Code, Compute, Reduce, Regather, Split, Sta
 from parplan.planner.simulation.equal_lanes import EqualLanes
 from parplan.planner.simulation.list_schedule import Task
 from parplan.planner.simulation.priced_program import Busy, LayerWork, Move, PricedProgram
+from parplan.planner.simulation.slots import Slots, Tasks
 
 __all__ = ["Kind", "Lane", "Part", "Resource", "pipeline_parts", "step_parts"]
 
@@ -88,7 +90,6 @@ class Part(Task):
         return [(receiver, sender) for sender, receiver in pairs] if self.reverse else pairs
 
 
-Tasks = tuple[int, ...]
 NONE: Mapping[Any, float] = {}
 
 
@@ -111,31 +112,19 @@ def _busy_lanes(sent: Busy, received: Busy, first: tuple[int, ...]) -> Mapping[A
     return {one: part for lane, device, part in own for one in _lane(lane, (device,))}
 
 
-class _Slots:
-    """Tasks after which the slots of a program, or their gradients, are there: per slot, those of every giver."""
+@dataclass
+class _Gathers:
+    """Gathers of weights from slices in one walk.
 
-    def __init__(self) -> None:
-        self._tasks: dict[str, list[Mapping[int, int]]] = defaultdict(list)
+    Args:
+        next: layers whose weights are gathered when the next segment begins.
+        tasks: those of each group that has not begun.
+        last: those of the last one that has begun: devices take groups in order.
+    """
 
-    def add(self, slot: str, given: Mapping[int, int]) -> None:
-        """A giver's tasks by device."""
-        self._tasks[slot].append(given)
-
-    def alias(self, slot: str, other: str) -> None:
-        """One slot is there when the other is."""
-        self._tasks[slot] += self._tasks[other]
-
-    def at(self, slot: str, device: int) -> Tasks:
-        """Tasks of a device; all of a giver that has none there."""
-        return tuple(
-            task
-            for given in self._tasks[slot]
-            for task in ((given[device],) if device in given else dict.fromkeys(given.values()))
-        )
-
-    def whole(self, slot: str) -> Tasks:
-        """The tasks of all devices."""
-        return tuple(task for given in self._tasks[slot] for task in dict.fromkeys(given.values()))
+    next: list[str] = field(default_factory=list)
+    tasks: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    last: Sequence[int] = ()
 
 
 class _StepTasks:
@@ -151,7 +140,7 @@ class _StepTasks:
         self.begun: Tasks = ()  # barrier: tasks added from here on depend on these
         self._held: dict[int, list[int]] = {device: [] for device in self.alike}  # what a device computes and sums
         self._computed: dict[int, Tasks] = {}  # the last task on its compute lane
-        self._values, self._gradients = _Slots(), _Slots()
+        self._values, self._gradients = Slots(), Slots()
         self._of_pass: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # compute of every pass
         self._crossed: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # transfers over the boundary for it
         self._micro_batch: int | None = None  # of pipeline stages
@@ -186,7 +175,7 @@ class _StepTasks:
             before: prices of every micro-batch before the last.
         """
         last, every = self.priced, frozenset(self.priced.layers)
-        slots = [(_Slots(), _Slots()) for _ in range(1 + actions[-1].micro_batch)]
+        slots = [(Slots(), Slots()) for _ in range(1 + actions[-1].micro_batch)]
         losses = dict[int, Tasks]()  # gates behind the losses of micro-batches
 
         def enter(number: int) -> None:
@@ -273,15 +262,21 @@ class _StepTasks:
         """
         ahead = kind is Kind.FORWARD
         slots = self._values if ahead else self._gradients
+        gathers = _Gathers()
         for step in steps:
-            if isinstance(step, Reduce | Regather):
-                continue  # with the layers whose gradients, or weights, they are
+            if isinstance(step, Reduce):
+                continue  # with the layers whose gradients they are
+            if isinstance(step, Regather) or (isinstance(step, Transfer) and step.weights):
+                if ahead or isinstance(step, Regather):
+                    given = step.transfer.given if isinstance(step, Regather) else step.given
+                    gathers.next.append(self.priced.sliced[given.value])
+                continue
             if isinstance(step, Compute):
                 ends = step.reads, [result.slot for result in step.results]
                 reads, writes = ends if ahead else reversed(ends)
-                given = self.segment(step, kind, slots, reads, due)
+                made = self.segment(step, kind, slots, reads, gathers, due)
                 for slot in writes:
-                    slots.add(slot, given)
+                    slots.add(slot, made)
                 continue
             move = self.priced.moves.get(step.target) if isinstance(step, Transfer) else None
             if move is not None and (move.forward_s if ahead else move.backward_s) > 0:
@@ -294,8 +289,9 @@ class _StepTasks:
                 slots.alias(*((target, source) if ahead else (source, target)))
 
     def segment(
-        self, step: Compute, kind: Kind, slots: _Slots, needed: Sequence[str], due: frozenset[str] | None = None
-    ) -> Mapping[int, int]:
+        self, step: Compute, kind: Kind, slots: Slots, needed: Sequence[str], gathers: _Gathers,
+        due: frozenset[str] | None = None,
+    ) -> Mapping[int, int]:  # fmt: skip
         """A segment's layers on each device, after what it needs; gives the last tasks by device.
 
         A batch norm over replicas counts with its normalisation forward, and with its statistics backward.
@@ -303,23 +299,21 @@ class _StepTasks:
         number = step.pass_number if self._micro_batch is None else self._micro_batch
         devices = _ones(step.grid.devices, self.equal.computing)
         after = {device: [task for slot in needed for task in slots.at(slot, device)] for device in devices}
+        if gathers.next or gathers.tasks or gathers.last:
+            arrived = self.gather(gathers, self.priced.layers[step.layers[0]].group, kind, number, after.values())
+            after = {device: [*own, *arrived] for device, own in after.items()}
         if step.code is (Code.STATISTICS if kind is Kind.FORWARD else Code.NORMALISE):
             return {device: self.gate(after[device])[0] for device in devices}
         own = dict[int, int]()
         for name in step.layers if kind is Kind.FORWARD else reversed(step.layers):
             layer = self.priced.layers[name]
             cost = layer.cost
-            gather_s, seconds = cost.gather_s, cost.forward_s
-            if kind is Kind.BACKWARD:
-                gather_s, seconds = cost.regather_s, cost.backward_s
+            seconds = cost.forward_s if kind is Kind.FORWARD else cost.backward_s
             for device in devices:
                 tasks: Iterable[int] = (own[device],) if device in own else after[device]
                 if number is not None:  # in the program's order, as a stream serves them
                     tasks = (*tasks, *self._computed.get(device, ()))
                 lanes, alike = _lane(Lane.COMPUTE, (device,)), self.alike[device]
-                if gather_s > 0:  # by the same links as sums, behind them
-                    links = _lane(Lane.SUMS, (device,))
-                    tasks = (self.add(Kind.TRANSFER, name, gather_s, (*lanes, *links), tasks, number, alike),)
                 if kind is Kind.BACKWARD and cost.replay_s > 0:
                     tasks = (self.add(Kind.FORWARD, name, cost.replay_s, lanes, tasks, number, alike),)
                 own[device] = self.add(kind, name, seconds, lanes, tasks, number, alike)
@@ -328,6 +322,33 @@ class _StepTasks:
         if number is not None:
             self._of_pass[kind, number] += own.values()
         return own
+
+    def gather(
+        self, gathers: _Gathers, group: int, kind: Kind, number: int | None, begins: Iterable[Sequence[int]]
+    ) -> Sequence[int]:
+        """The gathers in front of a segment of a group: those that it waits for, and those of the next group, which
+        begin with it; gives the first.
+
+        Args:
+            begins: tasks after which its devices begin.
+        """
+        begun = list(dict.fromkeys(chain.from_iterable(begins)))
+        for layer in (self.priced.layers[name] for name in dict.fromkeys(gathers.next)):
+            seconds = layer.cost.gather_s if kind is Kind.FORWARD else layer.cost.regather_s
+            for device in _ones(layer.devices, self.equal.computing) if seconds else ():
+                beside, about = layer.group != group, (number, self.alike[device])
+                after = (*begun, *gathers.tasks.get(group, ())) if beside else ()
+                if number is not None:  # in the program's order
+                    after = (*after, *self._computed.get(device, ()))
+                if beside and layer.cost.gather_interference_s > 0:
+                    lanes, held_s = _lane(Lane.COMPUTE, (device,)), layer.cost.gather_interference_s
+                    self.add(Kind.TRANSFER, layer.name, held_s, lanes, after, *about)
+                task = self.add(Kind.TRANSFER, layer.name, seconds, _lane(Lane.SUMS, (device,)), after, *about)
+                gathers.tasks[layer.group].append(task)
+        gathers.next = []
+        if group in gathers.tasks:
+            gathers.last = gathers.tasks.pop(group)
+        return gathers.last
 
     def sum(self, layer: LayerWork, own: dict[int, int], number: int | None) -> None:
         """Sum a layer's gradients: what that takes from compute, then the rest beside it."""

@@ -41,7 +41,7 @@ class DecoderMeshes:
 
     @cached_property
     def links(self) -> Links:
-        return Links(cluster_preset("h100-sxm", self.devices), prefetch=False)
+        return Links(cluster_preset("h100-sxm", self.devices), by_hand=False)
 
     def parts(self, mesh: Mesh) -> Parts:
         return self.model.parts(self.links.cluster.first(mesh.tensor), mesh.samples)

@@ -76,7 +76,7 @@ def test_replays_are_those_of_the_plan() -> None:
 def test_a_mesh_runs_as_its_plan(mesh: Mesh) -> None:
     tower, words = Tower(5), torch.randint(TOKENS, (8, 6))
     graph = capture(tower, (words, words))
-    own, links = Model(graph, 5, PLAIN, "fp32"), Links(cluster_preset("h100-sxm", 4), prefetch=False)
+    own, links = Model(graph, 5, PLAIN, "fp32"), Links(cluster_preset("h100-sxm", 4), by_hand=False)
     priced = own.parts(links.cluster.first(mesh.tensor), mesh.samples)
     whole = priced_mesh(own, priced, mesh, links, inf)
     assert whole is not None
@@ -89,7 +89,7 @@ def test_a_mesh_runs_as_its_plan(mesh: Mesh) -> None:
 def test_the_fastest_of_all_meshes_that_fit() -> None:
     own, links = DECODER.model, DECODER.links
     limit = 1 << 30
-    small = Links(links.cluster.with_memory(limit), prefetch=False)
+    small = Links(links.cluster.with_memory(limit), by_hand=False)
     chosen = fastest(own, BATCH, small)
     every = [
         priced_mesh(own, own.parts(links.cluster.first(mesh.tensor), mesh.samples, cut), mesh, links, limit)
@@ -102,7 +102,7 @@ def test_the_fastest_of_all_meshes_that_fit() -> None:
     assert chosen.bound_s <= chosen.step.seconds
     assert 0 <= chosen.gap < 1
     with pytest.raises(InfeasiblePlan, match=r"no mesh of 8 devices with 0\.0 GiB each fits 16 samples"):
-        fastest(own, BATCH, Links(links.cluster.with_memory(1 << 20), prefetch=False))
+        fastest(own, BATCH, Links(links.cluster.with_memory(1 << 20), by_hand=False))
 
 
 def test_samples_between_two_numbers_take_no_less_than_they_do() -> None:

@@ -123,13 +123,13 @@ def best_of_all(model: Model, parts: Parts, mesh: Mesh, links: Links, limit: flo
     return steps, least
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("by_hand", [True, False])
 @pytest.mark.parametrize("seed", range(12))
-def test_blocks_are_spread_so_that_the_longest_stage_is_shortest(seed: int, prefetch: bool) -> None:
+def test_blocks_are_spread_so_that_the_longest_stage_is_shortest(seed: int, by_hand: bool) -> None:
     random = Random(seed)
     data, state = random.choice([(1, "replicated"), (2, "replicated"), (2, "sharded"), (2, "gathered")])
     mesh = Mesh(1, data, random.choice([1, 2, 3]), 1, random.choice([2, 6]), 1, state=state)
-    parts, links = drawn(seed), Links(cluster(mesh.devices), prefetch)
+    parts, links = drawn(seed), Links(cluster(mesh.devices), by_hand)
     model = Model(None, 6, PLAIN)  # type: ignore[arg-type]
     whole = best_of_all(model, parts, mesh, links, NO_MEMORY)[0]
     limit = random.choice([step.nbytes for step in whole]) * random.uniform(0.9, 1.0)

@@ -26,7 +26,7 @@ from parplan.planner.decide import predict
 from parplan.planner.search.branches import sections
 from parplan.planner.search.context import shape_of
 from parplan.planner.search_space.formulation import formulate
-from parplan.planner.search_space.step_time import OWN
+from parplan.planner.search_space.step_time.backward import OWN
 from parplan.planner.simulation.timeline import simulate
 from parplan.planner.solver.problem import objective
 from tests.planner.graphs import perceptron
