@@ -148,7 +148,9 @@ class Formulations:
         options: dict[str, Sequence[Strategy]] = candidates(
             self.asked, case.graph, case.cluster, shape.anywhere, shape.uneven, case.fold, case.states, case.saved
         )
-        options.update(pinned.allowed)
+        for name in options.keys() & pinned.allowed.keys():  # in the states that are searched, or pinned
+            own = set(pinned.allowed[name])
+            options[name] = tuple(one for one in options[name] if one in own)
         given = plain(case.request.plan) if case.request.plan is not None else {}
         for name, strategy in given.items():
             options[name] = tuple(dict.fromkeys((*options[name], strategy)))

@@ -22,7 +22,7 @@ from parplan.cost_models.costs import CostModel, Held, Moments
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.repeated import Fold, group_of
 from parplan.lowering.stages import Stage
-from parplan.plan import Strategy
+from parplan.plan import STATES, Strategy
 from parplan.planner.search_space.any_block import folded
 from parplan.planner.search_space.edges import TransferReuse, edge_parts, equal, reuses, ties
 from parplan.planner.search_space.options import Option, arrival_s, node_parts, priced_option
@@ -321,14 +321,14 @@ def _counted_often(
             """The moment, or the end of the blocks between; memory is most at the first or last block."""
             return next((one.stop for one in ranges if moment in one), moment)
 
-        def often(one: Held, ranges: Sequence[range] = ranges, times: int = times) -> Held:
-            """As all blocks hold it: what begins in the block before and ends in this one, its weights on their way,
-            is there once at a time."""
-            if any(one.start < own.start < one.end <= own.stop for own in ranges):
+        def often(own: Option, one: Held, ranges: Sequence[range] = ranges, times: int = times) -> Held:
+            """As all blocks hold it; weights on their way from slices since the block before are there once."""
+            coming = one.estimated and own.strategy.state != STATES[0]
+            if coming and any(one.start < inside.start < one.end <= inside.stop for inside in ranges):
                 return one
             return replace(one, start=later(one.start), end=later(one.end), nbytes=times * one.nbytes)
 
-        held = [[often(h) for h in one.memory.held] for one in options[v]]
+        held = [[often(one, h) for h in one.memory.held] for one in options[v]]
         options[v] = tuple(
             replace(one, memory=replace(one.memory, held=tuple(h for h in parts if h.start < h.end)))
             for one, parts in zip(options[v], held, strict=True)

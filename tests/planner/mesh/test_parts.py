@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from benchmarks.decoder import DecoderSize
 from parplan.api import verify
 from parplan.cost_models.devices.presets import cluster_preset
+from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.resized import at_batch
+from parplan.plan import Strategy
 from parplan.planner.mesh.parts import parts
 from parplan.planner.mesh.plan import plan_of
 from parplan.planner.mesh.search import Model, fastest, meshes, priced_mesh
@@ -56,6 +58,18 @@ def test_state_in_slices_takes_what_its_plan_takes(state: str) -> None:
     step_s, peak = as_plan(found)
     assert found.seconds == pytest.approx(step_s, rel=0.02)
     assert 0.95 * peak <= found.nbytes <= 1.15 * peak
+
+
+@pytest.mark.parametrize(("data", "tensor", "axis"), [(16, 1, None), (4, 4, "out-features"), (8, 2, "in-features")])
+def test_gathers_over_hosts_take_what_layers_are_charged(data: int, tensor: int, axis: str | None) -> None:
+    """From every slice straight to each device, which takes longer than a ring over the ways out of hosts."""
+    graph = capture(nn.Sequential(nn.Linear(1024, 2048, bias=False)), (torch.zeros(16, 1024),))
+    cluster, mesh = cluster_preset("h100-sxm", 16), Mesh(tensor, data, state="gathered")
+    strategy = Strategy(data, tensor, axis, tuple(range(16)), state="gathered")
+    charged_s, _ = RooflineCosts(graph, cluster).gather(graph.layers["0"], strategy)
+    nbytes = 4 * 1024 * 2048 / tensor
+    assert Links(cluster, by_hand=False).gather_s(mesh, 1, nbytes) == pytest.approx(charged_s, rel=1e-9)
+    assert Links(cluster).gather_s(mesh, 1, nbytes) < charged_s
 
 
 def test_replays_are_those_of_the_plan() -> None:

@@ -32,7 +32,7 @@ HYBRID = ("conv*=replicas:4", "fc*=shards:4")
 def test_weights_pinned_to_be_updated_between_passes_have_passes() -> None:
     """Where gather is faster, too: it would update them once."""
     for pins in ([], ["fc*=update:1"]):
-        fast = narrowed("conv*=replicas:4 state:replicated", "fc*=shards:1 gpu:0", *pins, gpu="a100-80g-sxm")
+        fast = narrowed("conv*=replicas:4", "fc*=shards:1 gpu:0", *pins, gpu="a100-80g-sxm")
         assert fast.passes is not None
         steps = {one.scheme: one.step_s for one in fast.passes.schemes}
         assert steps[Scheme.GATHER] is not None
@@ -48,7 +48,7 @@ def test_weights_pinned_to_be_updated_between_passes_have_passes() -> None:
 @pytest.mark.parametrize(("period", "passes"), [(1, 1), (2, 4)])
 def test_a_layer_in_front_of_the_passes_is_not_said_to_be_updated_between_them(period: int, passes: int) -> None:
     """It runs once: an update after each of its passes is one, and needs none; R8 has other periods divide passes."""
-    pins = ("conv*=replicas:4 state:replicated", "fc*=shards:1 gpu:0", f"conv1=update:{period}")
+    pins = ("conv*=replicas:4", "fc*=shards:1 gpu:0", f"conv1=update:{period}")
     found = narrowed(*pins, gpu="a100-80g-sxm").passes
     assert found is not None
     assert (found.count, found.updated, found.in_front) == (passes, (), ("conv1",))
