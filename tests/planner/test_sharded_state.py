@@ -27,6 +27,7 @@ from parplan.pins import pins_from
 from parplan.plan import STATES, Plan, Scheme, Strategy
 from parplan.planner.decide import decide
 from parplan.planner.decision import SHARDED, Decision
+from parplan.planner.explain.layer_report import prediction
 from parplan.planner.request import PlanRequest
 from parplan.planner.search.context import formulated
 from parplan.planner.simulation.timeline import Kind, simulate
@@ -82,6 +83,9 @@ def test_t_of_equal_blocks_is_the_simulated_step(micro_batches: int) -> None:
         ratio = objective(formulation.problem, choice) / simulate(graph, cluster, costs, plan).step_s
         assert ratio <= 1 + 1e-9
         assert ratio >= (0.99 if folded and states == ("gathered",) else 1 - 1e-9)
+        own = prediction(formulation, choice, costs, 4)
+        parts_s = own.forward_s + own.backward_s + own.transfer_s + own.exposed_reduce_s + own.update_s + own.overhead_s
+        assert parts_s == pytest.approx(own.step_s, rel=1e-9)  # of gathers only what is waited for
     assert seen == {(True, True), (False, False), (True, False)}
 
 

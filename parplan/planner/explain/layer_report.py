@@ -27,7 +27,7 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     """The step of a choice by the objective: seconds by part, and peak bytes of every device.
 
     The parts add up to the step where all layers run once and one after another; of other plans the simulated step has
-    them (search/schemes.py).
+    them (search/schemes.py). Transfers have the gathers of weights as far as these are waited for.
     """
     step, found, parts = costs.step, evaluate(formulation.problem, choice), formulation.parts
     chosen = enumerate(zip(formulation.options, choice, strict=False))
@@ -40,10 +40,13 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     unhidden = sum(many * (own.cost.compute_interference_s + own.cost.post_update_s) for many, own in once)
     transfer = sum(
         float(edge_totals(parts, edge)[choice[edge.source], choice[edge.target]]) for edge in parts.edges
-    ) + sum(many * own.own_moves_s for many, own in runs)
+    ) + sum(many * (own.own_moves_s - own.cost.gathers_s) for many, own in runs)
     transfer += sum(float(node_totals(parts, reuse.node)[choice[reuse.node]]) for reuse in formulation.reused)
     exposed = found.objective - forward - backward - update - unhidden - transfer - several * step.overhead_s
     exposed = exposed if exposed > ROUNDING * found.objective else 0.0
+    # Compute waits for gathers, which wait for sums on the same links: what is waited for is theirs, as far as they go.
+    waited = min(exposed, sum(many * own.cost.gathers_s for many, own in runs))
+    transfer, exposed = transfer + waited, exposed - waited
     doubt = several * sum(
         many * own.cost.spread * (own.cost.forward_s + own.cost.replay_s + own.cost.backward_s) for many, own in once
     )
