@@ -221,12 +221,12 @@ class MemoryModel:
         copied = [n for n in trained if local.strategy.replicas > 1 or n not in cut or n in shared]
         summed = [name for name in copied if name not in sliced]
         messages_bytes = sum(nbytes for name in summed if (nbytes := self.taken(local, [name])) < ALONE_BYTES)
-        before, behind = self._groups_beside(layer.name)
-        begin, _ = self._lifetimes(local).kept_from(layer.name, (back, 0))
         for name in sliced:  # what comes from others
+            before, behind = self._groups_beside(layer.name)
             coming = self.taken(local, [name]) - self.allocated(self._kept_bytes(local, name))
             yield Held(moments.forward(before), forward, coming)
             if local.strategy.state == "gathered":
+                begin, _ = self._lifetimes(local).kept_from(layer.name, (back, 0))
                 yield Held(moments.backward(behind), begin, coming)
             if name not in trained:
                 continue

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from parplan.cluster import Cluster
-from parplan.cost_models.communication.collectives import Linear, Topology
+from parplan.cost_models.communication.collectives import Linear
 from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.ops.efficiency import efficiency
 from parplan.graph.layer_graph import TensorSpec
@@ -123,7 +123,6 @@ class Links:
 
     def __init__(self, cluster: Cluster, by_hand: bool = True) -> None:
         self.cluster, self.by_hand = cluster, by_hand
-        self._topology = Topology(cluster)
         self._rings: dict[tuple[int, int, int], Linear] = {}
         self._straight: dict[tuple[int, int, int, float], float] = {}
         self._transfers = Transfers(cluster)
@@ -137,7 +136,7 @@ class Links:
         if key not in self._rings:
             bases = np.arange(mesh.data)[:, None] * mesh.tensor
             parts = (np.arange(first, first + copies) for first in range(0, mesh.tensor, copies))
-            self._rings[key] = self._topology.all_reduce([(bases + part).ravel().tolist() for part in parts])
+            self._rings[key] = self._transfers.topology.all_reduce([(bases + part).ravel().tolist() for part in parts])
         return self._rings[key].seconds(nbytes)
 
     def gather_s(self, mesh: Mesh, copies: int, nbytes: float) -> float:

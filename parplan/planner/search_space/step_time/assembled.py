@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
-from itertools import pairwise, takewhile
 
 from parplan.planner.search_space.step_time.backward import Backward
 from parplan.planner.search_space.step_time.parts import StepParts
@@ -37,37 +36,38 @@ class _Gathers:
                 self.leaving[edge.source].append(e)
         self.arrivals = bool(self.groups) and self.gathers(self.groups[0])
         self.layers = {
-            v for own, group in pairwise(self.groups) if any(map(self.gathers, self.behind(own, group))) for v in own
+            v
+            for place, own in enumerate(self.groups[:-1])
+            if any(self.gathers(self.groups[one]) for one in self.behind(place))
+            for v in own
         }
 
     def gathers(self, group: Sequence[int]) -> bool:
         """Whether any option of a group gathers weights."""
         return any(self.parts.nodes[v].gather_s.any() for v in group)
 
-    def behind(self, own: Sequence[int], group: Sequence[int]) -> list[Sequence[int]]:
-        """The groups that may be gathered beside one: that behind it and, of several blocks that it stands for, the
-        first of the next block."""
-        if self.parts.times.get(own[0], 1) == 1 or group[0] in self.parts.times:
-            return [group]
-        run = takewhile(lambda one: one[0] in self.parts.times, reversed(self.groups[: self.groups.index(own) + 1]))
-        return [group, [*run][-1]]
+    def behind(self, place: int) -> list[int]:
+        """The groups that may be gathered beside one: that behind it and, behind the last of several blocks that it
+        stands for, the first of the next block."""
+        ends = self.parts.copies(place) > 1 == self.parts.copies(place + 1)
+        return [place + 1, *self.parts.blocks_to(place)[-1:]] if ends else [place + 1]
 
     def maxima(self) -> Iterator[Maximum]:
         """Each group's forward, or the gathers for the group behind it if these take longer."""
-        weight, times = float(self.parts.micro_batches), self.parts.times
+        weight, copies = float(self.parts.micro_batches), self.parts.copies
         if self.arrivals:
             rows = Sum()
             for v, node in enumerate(self.parts.nodes):
                 rows.node(v, node.arrival_s)
             yield Maximum("inputs and the first weights arrive", (rows.row(), *self.rows(self.groups[0])), weight)
-        for own, group in pairwise(self.groups):
+        for place, own in enumerate(self.groups[:-1]):
             if own[0] not in self.layers:
                 continue
-            each, last, *others = times.get(own[0], 1), *self.behind(own, group)
+            each, last, *others = copies(place), *self.behind(place)
             here = each if others else 1  # the last one of many is beside another group than those before
-            yield self.beside(own, last, weight, here, times.get(last[0], 1) if each == 1 else 1)
+            yield self.beside(own, self.groups[last], weight, here, copies(last) if each == 1 else 1)
             for other in others:
-                yield self.beside(own, other, (each - 1) * weight, each, each)
+                yield self.beside(own, self.groups[other], (each - 1) * weight, each, each)
 
     def beside(self, own: Sequence[int], group: Sequence[int], weight: float, copies: int, gathered: int) -> Maximum:
         """The forward of one of so many copies of a group, beside the gathers for one of so many copies of another."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 
 from parplan.planner.search_space.step_time.parts import StepParts
 from parplan.planner.search_space.step_time.rows import Sum, counted_on, held_on, phase_rows, tracks
@@ -68,15 +67,11 @@ class Backward:
 
     # -- gathers --
 
-    def times(self, place: int) -> int:
-        """How many copies of a group there are."""
-        return self.parts.times.get(self.groups[place][0], 1)
-
     def enter(self, place: int, done: Sum) -> Sum:
         """A group begins to go back when its weights are there, and those of the group before begin to come; gives what
         is done then."""
-        times = self.times(place)
-        behind = self.times(place + 1) if place + 1 < len(self.groups) else 1
+        times = self.parts.copies(place)
+        behind = self.parts.copies(place + 1) if place + 1 < len(self.groups) else 1
         if times > 1 == behind:
             done = self.enter_blocks(place, self.wait(place, done))
         elif times == 1:
@@ -84,7 +79,7 @@ class Backward:
                 done = self.leave_blocks(place, done)
             done = self.wait(place, done)
             if place:
-                done = self.gather(place - 1, done, 1 / self.times(place - 1))
+                done = self.gather(place - 1, done, 1 / self.parts.copies(place - 1))
         return done
 
     def again(self, place: int, factor: float = 1.0) -> dict[int, tuple[FloatArray, FloatArray]]:
@@ -121,6 +116,10 @@ class Backward:
                     row.node(v, nodes[v].lanes[place] * seconds)
             self.ends[place] = self.add("gathers", *(row.row() for row in starts))
         self.arrived = [end for end in self.ends if end is not None]
+        return self.held(own, done)
+
+    def held(self, own: Mapping[int, tuple[FloatArray, FloatArray]], done: Sum) -> Sum:
+        """The end of what is done and of what gathers take from compute."""
         held = done.copy()
         for v, (_, interference_s) in own.items():
             held.node(v, interference_s)
@@ -137,14 +136,9 @@ class Backward:
                 rows.append(Row({v: -self.far_s * (1 - used)}, maxima={arrived: 1.0}))
         return Sum(maxima={self.add(f"weights up to {self.groups[place][-1]} are there", *rows): 1.0})
 
-    def blocks(self, place: int) -> list[int]:
-        """The groups of blocks of which one stands for several, the last of which is given."""
-        return list(takewhile(lambda one: self.times(one) > 1, range(place, -1, -1)))
-
     def enter_blocks(self, place: int, done: Sum) -> Sum:
         """All gathers of blocks of which one stands for several but the first of them, which are there already."""
-        first = 1 - 1 / self.times(place)
-        run = self.blocks(place)
+        first, run = 1 - 1 / self.parts.copies(place), self.parts.blocks_to(place)
         own = {v: both for one in run for v, both in self.again(one, first if one == place else 1.0).items()}
         # All layers of a block gather again, or none (formulation.py), so one of them says whether.
         return self.gathers(own, done, [*own][:1]) if own else done
@@ -152,8 +146,8 @@ class Backward:
     def leave_blocks(self, place: int, done: Sum) -> Sum:
         """The gathers of the group before such blocks begin with the last of their groups to go back; gives what is
         done with what they take from compute."""
-        last, times, nodes = self.groups[place + 1], self.times(place + 1), self.parts.nodes
-        before, held = done.copy(), done.copy()
+        last, times, nodes = self.groups[place + 1], self.parts.copies(place + 1), self.parts.nodes
+        before = done.copy()
         for v in last:
             before.node(v, nodes[v].backward_s, -1 / times)
         self.gather(place, before)
@@ -162,9 +156,7 @@ class Backward:
             for v in last:  # their own sums come behind them
                 row.node(v, nodes[v].lanes[lane] * nodes[v].sum_s, -1 / times)
             self.arrived[lane] = self.add("gathers before the blocks", row.row())
-        for v, (_, interference_s) in self.again(place).items():
-            held.node(v, interference_s)
-        return held
+        return self.held(self.again(place), done)
 
     # -- layers --
 
@@ -210,7 +202,7 @@ class Backward:
                 for e, edge in ((e, self.parts.edges[e]) for e in self.into[v]):
                     self.busy[place].edge(e, self.parts.nodes[edge.target].lanes[place] * edge.once[1])
                 if (end := self.ends[place]) is not None and own.lanes[place].any():
-                    row = Sum(dict(done.nodes), dict(done.edges), dict(done.maxima))
+                    row = done.copy()
                     row.node(v, -self.far_s * (own.lanes[place] < 1))
                     self.ends[place] = self.add(f"gradients of {v} are back", Sum(maxima={end: 1.0}).row(), row.row())
         return done

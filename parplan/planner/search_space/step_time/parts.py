@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,14 @@ class StepParts:
     times: Mapping[int, int]
     gather_groups: Sequence[Sequence[int]] = ()
     micro_batches: int = 1
+
+    def copies(self, group: int) -> int:
+        """How many equal gather groups one stands for."""
+        return self.times.get(self.gather_groups[group][0], 1)
+
+    def blocks_to(self, group: int) -> list[int]:
+        """The gather groups of blocks that stand for several, from this one, their last, back to their first."""
+        return list(takewhile(lambda one: self.copies(one) > 1, range(group, -1, -1)))
 
 
 def node_totals(parts: StepParts, v: int) -> FloatArray:
