@@ -28,7 +28,7 @@ from parplan.cost_models.optimizers import optimizer_memory
 from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
-from parplan.layout import Grid, IntArray
+from parplan.layout import Grid, IntArray, equal_slices
 from parplan.lowering.holdings import BUCKET_BYTES, slices
 from parplan.lowering.lower import lower
 from parplan.lowering.program import Program
@@ -220,11 +220,21 @@ class RooflineCosts:
 
     def gather(self, layer: Layer, strategy: Strategy) -> tuple[float, float]:
         """Seconds on the links to put the weights of `layer` together from slices, one parameter after another, and to
-        sum gradients to those."""
+        sum gradients to those.
+
+        Equal slices go in rings, as the libraries' collectives send them: half of an all-reduce. What was measured is
+        the transport's own messages.
+        """
         gather_s = scatter_s = 0.0
         for name, own in slices(self.graph, layer, strategy).items():
-            moved = self.transfer(self.graph.values[name], own.layout, layer.layout(name, strategy))
-            gather_s, scatter_s = gather_s + moved.forward_s, scatter_s + moved.backward_s
+            value = self.graph.values[name]
+            if self.transfers.links is None and equal_slices(own.layout, own.rows) is not None:
+                there_s = self.transfers.all_reduce(own.layout.grid, value.nbytes // own.layout.grid.shards) / 2
+                back_s = there_s if value.requires_grad else 0.0
+            else:
+                moved = self.transfer(value, own.layout, layer.layout(name, strategy))
+                there_s, back_s = moved.forward_s, moved.backward_s
+            gather_s, scatter_s = gather_s + there_s, scatter_s + back_s
         return gather_s, scatter_s
 
     def _seconds(self, kernel: Kernel, device: Device) -> float:

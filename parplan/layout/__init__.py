@@ -1,6 +1,6 @@
 """How one tensor lies over devices, and what must move to change that."""
 
-from parplan.layout.exchanges import Assembly, Exchange, Messages
+from parplan.layout.exchanges import Assembly, EqualSlices, Exchange, Messages, equal_slices
 from parplan.layout.grids import Grid, Layout, Sections
 from parplan.layout.pieces import (
     IntArray,
@@ -31,7 +31,8 @@ from parplan.layout.ranges import (
 )
 
 __all__ = [
-    "Assembly", "Block", "Exchange", "Extent", "Grid", "IntArray", "Layout", "Messages", "Piece", "PieceTable", "Range",
-    "Ranges", "Region", "Sections", "block_shapes", "disjoint", "extent_of", "in_place", "intervals", "located",
-    "piece_table", "pieces", "region_of", "regions", "regions_of", "shape_of", "split_evenly", "whole_block", "within",
+    "Assembly", "Block", "EqualSlices", "Exchange", "Extent", "Grid", "IntArray", "Layout", "Messages", "Piece",
+    "PieceTable", "Range", "Ranges", "Region", "Sections", "block_shapes", "disjoint", "equal_slices", "extent_of",
+    "in_place", "intervals", "located", "piece_table", "pieces", "region_of", "regions", "regions_of", "shape_of",
+    "split_evenly", "whole_block", "within",
 ]  # fmt: skip

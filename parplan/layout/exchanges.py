@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+from parplan.layout.grids import Layout
 from parplan.layout.pieces import Piece
 from parplan.layout.ranges import disjoint
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Assembly", "Exchange", "Messages"]
+__all__ = ["Assembly", "EqualSlices", "Exchange", "Messages", "equal_slices"]
 
 Messages = Mapping[int, tuple[Piece, ...]]
 """The pieces of one flat message to (or from) every other device, in the order in which they lie in it."""
@@ -36,6 +37,33 @@ class Assembly:
 
 
 @dataclass(frozen=True)
+class EqualSlices:
+    """The regular pattern of an exchange between equal slices of tensors and their copies, for which libraries have a
+    collective.
+
+    Args:
+        groups: devices that hold the slices of one tensor, in their order along `dim`; each of them has it whole on the
+            other side.
+        gathered: slices are gathered; else terms of whole tensors are summed to slices.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    dim: int
+    gathered: bool
+
+
+def equal_slices(layout: Layout, rows: Sequence[int] | None) -> EqualSlices | None:
+    """The pattern of a gather from the rows of a layout, where they are equal and lie in the order of a process group:
+    that of the devices' numbers."""
+    grid, dim = layout.grid, layout.batch_dim
+    groups = tuple(tuple(grid.column(column)) for column in range(grid.shards))
+    ordered = all(list(group) == sorted(group) for group in groups)
+    return (
+        EqualSlices(groups, dim, gathered=True) if dim is not None and len(set(rows or ())) == 1 and ordered else None
+    )
+
+
+@dataclass(frozen=True)
 class Exchange:
     """One movement of a tensor from layout to layout, the same on every process.
 
@@ -46,12 +74,14 @@ class Exchange:
         pieces: what every device adds from which other one.
         shapes: shape of the target's part, for every device that gets one.
         dtype: of the tensor.
+        slices: the regular pattern that it follows, if a transport may take a collective for it.
     """
 
     name: str
     pieces: tuple[Piece, ...]
     shapes: Mapping[int, tuple[int, ...]]
     dtype: torch.dtype
+    slices: EqualSlices | None = None
 
     @cached_property
     def assemblies(self) -> Mapping[int, Assembly]:

@@ -9,7 +9,7 @@ wait for a message that another one will only send after it has received one its
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
@@ -17,7 +17,20 @@ import torch
 
 from parplan.fields import ranges
 from parplan.graph.layer_graph import TensorSpec
-from parplan.layout import Assembly, Block, Exchange, Grid, Layout, Messages, Range, pieces, regions, shape_of
+from parplan.layout import (
+    Assembly,
+    Block,
+    EqualSlices,
+    Exchange,
+    Grid,
+    Layout,
+    Messages,
+    Range,
+    equal_slices,
+    pieces,
+    regions,
+    shape_of,
+)
 from parplan.lowering.holdings import Bucket
 from parplan.plan import LISTED_DEVICES, Scheme, Strategy
 
@@ -181,13 +194,19 @@ class Transfer:
         """Moves the value."""
         given, wanted = self.given, self.wanted
         moving = tuple(pieces(given.shape, given.layout, wanted.layout, given.rows, wanted.rows))
-        return Exchange(self.name, moving, wanted.local_shapes, given.dtype)
+        return Exchange(self.name, moving, wanted.local_shapes, given.dtype, self.slices)
 
     @cached_property
     def transposed(self) -> Exchange:
         """Moves its gradient back."""
-        back = tuple(piece.reversed() for piece in self.exchange.pieces)
-        return Exchange(f"gradient of {self.name}", back, self.given.local_shapes, self.given.dtype)
+        back, given = tuple(piece.reversed() for piece in self.exchange.pieces), self.given
+        slices = replace(self.slices, gathered=False) if self.slices is not None else None
+        return Exchange(f"gradient of {self.name}", back, given.local_shapes, given.dtype, slices)
+
+    @cached_property
+    def slices(self) -> EqualSlices | None:
+        """The regular pattern of a gather of weights, where it has one."""
+        return equal_slices(self.given.layout, self.given.rows) if self.weights else None
 
     def text(self) -> str:
         """One line of the printed program."""

@@ -26,12 +26,17 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 
 __all__ = [
     "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "call_hooks_with_gradients_only",
-    "default_store", "gradient_hooks", "group_timeout", "in_backward", "keeps_graph", "local_ops_only", "memory_in_use",
-    "read_all", "recomputed_once", "replace_given_data", "state_by_block", "support_foreach", "tensors_of_memory",
-    "version", "without_tensor_hooks", "without_weak_references", "wrapper_tensor", "write_counter", "writes",
+    "default_store", "gather_slices", "gradient_hooks", "group_timeout", "in_backward", "keeps_graph",
+    "local_ops_only", "memory_in_use", "read_all", "recomputed_once", "replace_given_data", "state_by_block",
+    "sum_to_slices", "support_foreach", "tensors_of_memory", "version", "without_tensor_hooks",
+    "without_weak_references", "wrapper_tensor", "write_counter", "writes",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Tensor)
+
+# Collectives between slices and one tensor: torch 2.13 has renamed them, and warns of the old names.
+gather_slices: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+sum_to_slices: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)

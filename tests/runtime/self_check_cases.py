@@ -104,7 +104,7 @@ def wrong_transfer(rank: int) -> Iterator[None]:
     start = DistributedTransport.start
 
     def rolled(self: DistributedTransport, exchange: Any, tensors: Any) -> Any:
-        receiving = start(self, exchange, tensors)
+        receiving: Any = start(self, exchange, tensors)
         held = {device: part.roll(1, 0) for device, part in receiving.wait().items()}
         receiving.parts = held if rank == 1 else receiving.parts
         return receiving

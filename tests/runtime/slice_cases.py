@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,13 @@ from parplan.plan import STATES, Plan, Scheme, Strategy
 from parplan.runtime.measurement.peak_memory import step_peak
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor
+from parplan.runtime.transport import devices, distributed
+from parplan.runtime.transport.distributed import DistributedTransport
 from tests.runtime.helpers import Planner, Rule, planner, spread
 from tests.runtime.micro_batch_cases import Rows, by_train_step
 
-__all__ = ["Decoder", "decoder_in_less_memory", "on_ranks", "sharded", "trained", "trained_in_less_memory"]
+__all__ = ["Decoder", "by_collectives", "decoder_in_less_memory", "on_ranks", "sharded", "trained",
+           "trained_in_less_memory"]  # fmt: skip
 
 
 def sharded(rule: Rule, state: str = "sharded") -> Rule:
@@ -95,6 +99,27 @@ def on_ranks(rank: int, ranks: int) -> None:
             trained(partial(cut_or_whole, cut=cut, whole=whole), ranks, state)
         for micro_batches in (1, 3):
             by_train_step(sharded(spread(ranks, "data"), state), ranks, micro_batches, 5 * ranks)
+
+
+def by_collectives(rank: int, ranks: int) -> None:
+    """The same where slices are exchanged by the collectives that other backends than gloo take."""
+    taken = dict.fromkeys(("gather_slices", "sum_to_slices"), 0)
+
+    def counted(name: str) -> Any:
+        run = getattr(distributed, name)
+
+        def own(*args: Any, **kwargs: Any) -> Any:
+            taken[name] += 1
+            return run(*args, **kwargs)
+
+        return own
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(devices, "DistributedTransport", partial(DistributedTransport, collectives=True))
+        for name in taken:
+            patched.setattr(distributed, name, counted(name))
+        on_ranks(rank, ranks)
+    assert min(taken.values()) > 10, taken
 
 
 # ---- a model that does not fit ---------------------------------------------------------------------------------------

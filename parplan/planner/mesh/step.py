@@ -15,14 +15,10 @@ from itertools import product
 from math import inf
 
 import numpy as np
-import torch
 
 from parplan.cluster import Cluster
-from parplan.cost_models.communication.collectives import Linear
-from parplan.cost_models.communication.transfers import Transfers
+from parplan.cost_models.communication.collectives import Linear, Topology
 from parplan.cost_models.ops.efficiency import efficiency
-from parplan.graph.layer_graph import TensorSpec
-from parplan.layout import Grid, Layout
 from parplan.lowering.pipeline.orders import most_in_flight, orders
 from parplan.plan import SCHEDULES, STATES
 from parplan.planner.mesh.parts import Part, Parts, Unit
@@ -115,45 +111,27 @@ class Links:
     """Seconds of messages on a machine, by what talks: each kind worked out once.
 
     Args:
-        by_hand: weights of sharded state are gathered once per step and in rings, and a block that is replayed whole
-            takes its transfers again, as the best programs written by hand do it; else as parplan's runtime does it:
-            weights are gathered in every micro-batch, from each slice straight to every device, and moved copies are
-            kept.
+        by_hand: weights of sharded state are gathered once per step, and a block that is replayed whole takes its
+            transfers again, as the best programs written by hand do it; else as parplan's runtime does it: weights are
+            gathered in every micro-batch, and moved copies are kept.
     """
 
     def __init__(self, cluster: Cluster, by_hand: bool = True) -> None:
         self.cluster, self.by_hand = cluster, by_hand
         self._rings: dict[tuple[int, int, int], Linear] = {}
-        self._straight: dict[tuple[int, int, int, float], float] = {}
-        self._transfers = Transfers(cluster)
+        self._topology = Topology(cluster)
 
     def all_reduce_s(self, mesh: Mesh, copies: int, nbytes: float) -> float:
         """A sum over all data-parallel copies of a stage, and over `copies` devices of each tensor group: rings of all
-        parts at once. Half of it gathers, or sums to slices."""
+        parts at once. Half of it gathers weights from slices, or sums gradients to slices."""
         if copies * mesh.data == 1:
             return 0.0
         key = mesh.tensor, mesh.data, copies
         if key not in self._rings:
             bases = np.arange(mesh.data)[:, None] * mesh.tensor
             parts = (np.arange(first, first + copies) for first in range(0, mesh.tensor, copies))
-            self._rings[key] = self._transfers.topology.all_reduce([(bases + part).ravel().tolist() for part in parts])
+            self._rings[key] = self._topology.all_reduce([(bases + part).ravel().tolist() for part in parts])
         return self._rings[key].seconds(nbytes)
-
-    def gather_s(self, mesh: Mesh, copies: int, nbytes: float) -> float:
-        """The way of a part's weights from slices over all copies of a stage, and over `copies` devices of each tensor
-        group; and that of gradients to them."""
-        if self.by_hand or copies * mesh.data == 1:
-            return self.all_reduce_s(mesh, copies, nbytes) / 2
-        key = mesh.tensor, mesh.data, copies, nbytes
-        if key not in self._straight:
-            count, parts = mesh.data * copies, mesh.tensor // copies
-            grid = Grid(tuple(range(count * parts)), count, parts)
-            spec = TensorSpec((count * max(1, round(nbytes / count)), parts), torch.uint8)
-            cut = 1 if parts > 1 else None
-            self._straight[key] = self._transfers.transfer(
-                spec, Layout(grid, 0, cut), Layout(grid, None, cut)
-            ).forward_s
-        return self._straight[key]
 
     def message_s(self, mesh: Mesh, nbytes: float) -> float:
         """A message from each device of a stage to its neighbour in the next, all at once, where that is slowest."""
@@ -300,13 +278,12 @@ def _sums_s(
     They go on beside compute, one part (a block) ahead or behind. What they take longer counts, and the share by which
     they hold up compute (`Cluster.slowdown`).
     """
-    gathers, scatters, sums, slowdown = list[float](), list[float](), list[float](), links.cluster.slowdown
+    gathers, sums, slowdown = list[float](), list[float](), links.cluster.slowdown
     for part, _ in own:
         known = part.parameters.items()
-        gathers.append(sum(links.gather_s(mesh, copies, held.weights * n) for copies, n in known))
-        scatters.append(sum(links.gather_s(mesh, copies, held.gradients * n) for copies, n in known))
+        gathers.append(sum(links.all_reduce_s(mesh, copies, held.weights * n) for copies, n in known) / 2)
         sums.append(sum(links.all_reduce_s(mesh, copies, held.gradients * n) for copies, n in known))
-    counts, parts = [count for _, count in own], [part for part, _ in own]
+    scatters, counts, parts = [s / 2 for s in sums], [count for _, count in own], [part for part, _ in own]
     gather_s, scatter_s, sum_s = (
         sum(n * s for n, s in zip(counts, each, strict=True)) for each in (gathers, scatters, sums)
     )

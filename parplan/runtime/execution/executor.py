@@ -102,6 +102,9 @@ class Executor:
         for bucket in program.buckets:
             for group in bucket.groups:
                 transport.group(group)
+        for transfer in program.transfers if transport.collectives else ():
+            for group in transfer.slices.groups if transfer.slices is not None else ():
+                transport.group(group)
 
     @cached_property
     def pipeline(self) -> Pipeline:

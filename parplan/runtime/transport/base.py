@@ -41,6 +41,7 @@ class Transport(ABC):
         rank: of this process among them.
         ranks: those of the processes, as numbered among all.
         process_group: of torch.distributed; None for the default one, or for one process.
+        collectives: exchanges of equal slices are collectives of torch.distributed, among groups made ready for them.
     """
 
     owned: tuple[int, ...]
@@ -48,6 +49,7 @@ class Transport(ABC):
     rank = 0
     ranks: Sequence[int] = (0,)
     process_group: dist.ProcessGroup | None = None
+    collectives = False
     tagged: Any = None  # collectives of sharded state, made at the first request (sharded_state/block_placement.py)
 
     @abstractmethod
@@ -124,7 +126,7 @@ class Transport(ABC):
     # -- collectives: every process calls them, in the same order --
 
     def group(self, devices: Sequence[int]) -> None:  # noqa: B027
-        """Make ready for sums over `devices`, once."""
+        """Make ready for sums and other collectives over `devices`, once."""
 
     def any(self, flags: Iterable[bool]) -> list[bool]:
         """Per flag, equally many in all processes, whether it is set in at least one of them."""
@@ -174,16 +176,19 @@ def add_block(tensor: Tensor, held: Block, values: Tensor) -> None:
         block(tensor, outer).add_(block(values, inner))
 
 
-def assemble(plan: Assembly, fetch: Callable[[Piece], Tensor], like: Tensor) -> Tensor:
+def assemble(plan: Assembly, fetch: Callable[[Piece], Tensor | None], like: Tensor) -> Tensor:
     """One device's part: its pieces, copied or added into place; `like` gives shape, type and device (uninitialised).
 
-    `fetch` gives a piece's block on the target's device. A piece that is the whole part is returned without a copy.
+    `fetch` gives a piece's block on the target's device, or None where it lies in `like` already. A piece that is the
+    whole part is returned without a copy.
     """
     if plan.whole:
-        return fetch(plan.pieces[0])
+        return like if (only := fetch(plan.pieces[0])) is None else only
     if not plan.tiled:
         like.zero_()
     for piece in plan.pieces:
-        place = block(like, piece.target_region)
-        place.copy_(fetch(piece)) if plan.tiled else place.add_(fetch(piece))
+        values = fetch(piece)
+        if values is not None:
+            place = block(like, piece.target_region)
+            place.copy_(values) if plan.tiled else place.add_(values)
     return like

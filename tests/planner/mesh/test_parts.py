@@ -62,14 +62,22 @@ def test_state_in_slices_takes_what_its_plan_takes(state: str) -> None:
 
 @pytest.mark.parametrize(("data", "tensor", "axis"), [(16, 1, None), (4, 4, "out-features"), (8, 2, "in-features")])
 def test_gathers_over_hosts_take_what_layers_are_charged(data: int, tensor: int, axis: str | None) -> None:
-    """From every slice straight to each device, which takes longer than a ring over the ways out of hosts."""
+    """Half of an all-reduce over all copies, in rings of all tensor shards at once."""
     graph = capture(nn.Sequential(nn.Linear(1024, 2048, bias=False)), (torch.zeros(16, 1024),))
     cluster, mesh = cluster_preset("h100-sxm", 16), Mesh(tensor, data, state="gathered")
     strategy = Strategy(data, tensor, axis, tuple(range(16)), state="gathered")
     charged_s, _ = RooflineCosts(graph, cluster).gather(graph.layers["0"], strategy)
     nbytes = 4 * 1024 * 2048 / tensor
-    assert Links(cluster, by_hand=False).gather_s(mesh, 1, nbytes) == pytest.approx(charged_s, rel=1e-9)
-    assert Links(cluster).gather_s(mesh, 1, nbytes) < charged_s
+    assert Links(cluster).all_reduce_s(mesh, 1, nbytes) / 2 == pytest.approx(charged_s, rel=1e-9)
+
+
+def test_slices_that_differ_are_priced_as_they_are_sent() -> None:
+    """Straight from each device to every other, which loads the way out of a host more than rings."""
+    graph = capture(nn.Sequential(nn.Linear(1024, 4097), nn.Linear(4097, 4096)), (torch.zeros(16, 1024),))
+    costs = RooflineCosts(graph, cluster_preset("h100-sxm", 16))
+    strategy = Strategy(16, 1, None, tuple(range(16)), state="gathered")
+    (uneven_s, _), (even_s, _) = (costs.gather(graph.layers[name], strategy) for name in "01")
+    assert uneven_s > even_s  # of a quarter of the bytes
 
 
 def test_replays_are_those_of_the_plan() -> None:

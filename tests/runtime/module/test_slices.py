@@ -14,7 +14,7 @@ from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner, spread
 from tests.runtime.micro_batch_cases import Rows
 from tests.runtime.ranks import run_case
-from tests.runtime.slice_cases import decoder_in_less_memory, on_ranks, sharded, trained
+from tests.runtime.slice_cases import by_collectives, decoder_in_less_memory, on_ranks, sharded, trained
 
 FOUR = (0, 1, 2, 3)
 
@@ -35,6 +35,11 @@ def test_replicas_of_shards_in_one_process(axis: str, state: str) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_on_ranks(ranks: int) -> None:
     run_case(on_ranks, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_on_ranks_by_collectives(ranks: int) -> None:
+    run_case(by_collectives, ranks)
 
 
 @pytest.mark.full
