@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isclose
@@ -34,7 +34,7 @@ from parplan.planner.explain.loss_outside import loss_outside
 from parplan.planner.explain.pin_prices import with_pins
 from parplan.planner.explain.reasons import with_reasons
 from parplan.planner.request import Listener, PlanRequest
-from parplan.planner.search.baselines import baselines
+from parplan.planner.search.baselines import baselines, in_fewest_micro_batches
 from parplan.planner.search.context import (
     EXACT,
     Case,
@@ -45,7 +45,7 @@ from parplan.planner.search.context import (
     shape_of,
     simulated_step,
 )  # fmt: skip
-from parplan.planner.search.micro_batches import MicroBatched, searched
+from parplan.planner.search.micro_batches import MicroBatched, Searched, searched
 from parplan.planner.search.schemes import (
     rival_in_passes,
     scheme_prices,
@@ -108,15 +108,30 @@ def decide(
     except InfeasiblePlan as reason:
         raise InfeasiblePlan(f"{reason}{_larger(graph, cluster, request, micro_batched)}") from reason
     search, found, case = result.search, result.found, result.case
-    by_hand = baselines(case.graph, cluster, case.costs, search.one_pass(), found.plan, solve_baseline)
-    simulated = tuple(rival_in_passes(baseline, case) for baseline in by_hand)
-    case, found = _taken(search, found, by_hand)
+    by_hand = _plans_by_hand(result, solve_baseline)
+    beside = [one for one in by_hand if one.micro_batches == found.plan.micro_batches]
+    simulated = tuple(rival_in_passes(one, case) if one in beside else one for one in by_hand)
+    case, found = _taken(search, found, beside)
     decision = _explained(case, found, search.costs_s, simulated, search.asked.whole, begin)
-    decision = replace(decision, micro_batches=result.tried)
+    decision = replace(decision, micro_batches=result.tried, without=result.without)
     if request.plan is None and memory_excess(cluster, decision.prediction):
         nearest = nearest_to_fitting(cluster, decision.prediction, by_hand) + result.why_whole
         raise InfeasiblePlan(f"{nearest}{_larger(graph, cluster, request, micro_batched)}")
     return with_pins(case, decision, search, search.asked) if request.pins else decision
+
+
+def _plans_by_hand(result: Searched, solve: Callable[[Problem], Solution]) -> tuple[Baseline, ...]:
+    """The plans by hand in the plan's micro-batches; data parallel where it is not legal in these, or does not fit, in
+    others. Beside a mesh that alone, as all strategies of a large model take long to formulate."""
+    case, plan = result.case, result.found.plan
+    if MESHES in result.found.proof.covered:
+        return in_fewest_micro_batches(plan, case.cluster, result.sized, solve)
+    known = baselines(case.graph, case.cluster, case.costs, result.search.one_pass(), plan, solve)
+    lacking = {one.name for one in known if not one.fits} - {ONE}
+    if plan.micro_batches == 1 or case.cluster.mixed or not lacking:
+        return known
+    own = {one.name: one for one in in_fewest_micro_batches(plan, case.cluster, result.sized, solve)}
+    return tuple(own.get(one.name, one) if one.name in lacking else one for one in known)
 
 
 def _larger(graph: LayerGraph, cluster: Cluster, request: PlanRequest, micro_batched: MicroBatched | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from parplan.cluster import Cluster
@@ -15,8 +14,7 @@ __all__ = [
     "ANY_BLOCK", "BRANCHES", "MESHES", "SHARDED", "SOME_BRANCHES", "STAGES",
     "Alternative", "Arrival", "Baseline", "BatchTried", "ConcurrentBranches", "Decision", "DeviceTrack",
     "LayerReport", "MicroBatchesTried", "Passes", "Phase", "PinPrice", "Pins", "Prediction", "PricedGraph", "Proof",
-    "SchemePrice", "Seconds", "Simpler",
-    "same_plan",
+    "SchemePrice", "Seconds", "Simpler", "Without",
 ]  # fmt: skip
 
 ANY_BLOCK, BRANCHES = "layers on any block of devices", "branches at the same time"
@@ -129,6 +127,7 @@ class Baseline:
     `limit_bytes` what that one has. `on` names the devices it uses where there are several kinds. `bends` says which
     parts of the batch its replicas have where they differ ("R1: ..."). `batch_norm_s` is what batch norm over the whole
     batch would add, where the step is that of batch norm over each device's samples, as DistributedDataParallel has it.
+    `micro_batches` is how many it has, of as many samples in all.
     """
 
     name: str
@@ -141,6 +140,7 @@ class Baseline:
     limit_bytes: int | None = None
     bends: str = ""
     batch_norm_s: float = 0.0
+    micro_batches: int = 1
 
     @property
     def whole_s(self) -> float | None:
@@ -148,9 +148,13 @@ class Baseline:
         return None if self.step_s is None else self.step_s + self.batch_norm_s
 
 
-def same_plan(plan: Plan, baselines: Sequence[Baseline]) -> Baseline | None:
-    """The plan by hand that `plan` is, if it is one."""
-    return next((one for one in baselines if one.plan is not None and one.plan.layers == plan.layers), None)
+@dataclass(frozen=True)
+class Without:
+    """The fastest mesh that lacks something of the plan's: "stages", "tensor shards", "state in slices" or
+    "recomputation". `ratio` is its counted step over that of the plan's mesh, None where none fits."""
+
+    name: str
+    ratio: float | None
 
 
 @dataclass(frozen=True)
@@ -406,6 +410,7 @@ class Decision:
         branches: branches that run at the same time, or were tried to; None where the model has no branches worth it.
         priced: the graph and its costs, for pictures of the step; None in a decision that was put together by hand.
         loss_outside: the price of a loss outside of the plan; None where it is inside, or costs next to nothing.
+        without: the fastest meshes that lack something of a mesh that was chosen.
     """
 
     parameters: int
@@ -430,6 +435,7 @@ class Decision:
     advised: str = ""
     priced: PricedGraph | None = field(default=None, repr=False, compare=False)
     loss_outside: LossOutside | None = None
+    without: tuple[Without, ...] = ()
 
     @property
     def speedup(self) -> float | None:

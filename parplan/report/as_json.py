@@ -60,6 +60,7 @@ def to_dict(decision: Decision) -> dict[str, Any]:
         "schemes": [] if passes is None else _plain(passes.schemes),
         "predicted": {**_record(decision.prediction), "speedup": _plain(decision.speedup)},
         "baselines": [_record(baseline, "plan", "limit_bytes") for baseline in decision.baselines],
+        "without": _plain(decision.without),
         "batches": [{**_record(one), "samples_per_s": one.samples_per_s or None} for one in decision.batches],
         "micro_batches_tried": _plain(decision.micro_batches),
         "beside": _plain(decision.branches),

@@ -8,17 +8,23 @@ from math import lcm
 from parplan.fields import at_most
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
-from parplan.planner.decision import Baseline, Simpler, same_plan
+from parplan.planner.decision import Baseline, Simpler
 from parplan.planner.search_space.verifier import uneven_replicas
 
-__all__ = ["advice", "advised", "better_batch"]
+__all__ = ["advice", "advised", "better_batch", "same_plan"]
 
-DATA, ONE = "pure data parallel", "one device"
+ONE = "one device"
 
 # A plan by hand is advised instead of one that the user decided where it is faster by more than this, relative.
 MARGIN = 0.03
 # A larger batch is named where it rounds to this gain in samples/s, in percent.
 NAMED_GAIN = 1
+
+
+def same_plan(plan: Plan, baselines: Sequence[Baseline]) -> Baseline | None:
+    """The plan by hand that `plan` is, if it is one."""
+    alike = (one for one in baselines if one.micro_batches == plan.micro_batches)
+    return next((one for one in alike if one.plan is not None and one.plan.layers == plan.layers), None)
 
 
 def better_batch(plan: Plan, graph: LayerGraph) -> str:
@@ -67,7 +73,7 @@ def advice(
         where = f" ({same.on})" if same.on else ""
         return f"Use one device{where}{close}." if close else f"Use one device{where}: more of them are not faster."
     best = min(legal, key=lambda name: legal[name]) if legal else ""
-    ways = "the usual ways" + (" in as many micro-batches" if plan.micro_batches > 1 else "")
+    ways = "the usual ways"
     if same is not None:
         which = f" on {same.on or f'all {plan.devices} devices'}"
         text = f"Use {name.replace('pure', 'plain')}{which}{close}."

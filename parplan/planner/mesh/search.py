@@ -79,6 +79,11 @@ class Model:
             raise PlanError(str(error)) from error
         return self._parts[full]
 
+    def without_replays(self) -> Model:
+        """The same model, of which nothing is replayed."""
+        parts = {key: replace(own, block=replace(own.block, units=())) for key, own in self._parts.items()}
+        return replace(self, _parts=parts)
+
 
 @dataclass(frozen=True)
 class Chosen:

@@ -11,21 +11,29 @@ import numpy as np
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
-from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Strategy
+from parplan.graph.repeated import unit_of
+from parplan.lowering.holdings import slices
+from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Scheme, Strategy
 from parplan.planner.decision import Baseline
+from parplan.planner.search.context import Case, formulated
 from parplan.planner.search_space.formulation import Formulation, reassembled
 from parplan.planner.search_space.options import Option, node_parts
-from parplan.planner.search_space.rules import parts_words
+from parplan.planner.search_space.rules import divisors, parts_words
 from parplan.planner.search_space.verifier import uneven_replicas
 from parplan.planner.solver.problem import Problem, Solution, evaluate, restrict
 
-__all__ = ["baselines"]
+__all__ = ["baselines", "in_fewest_micro_batches"]
+
+DATA = "pure data parallel"
 
 _LESS_MEMORY = {
     "fully sharded data parallel": (STATES[-1], SAVED[0]),
     "fully sharded, recomputation": (STATES[-1], SAVED[-1]),
 }
 """Names of plans by hand that need less memory, with the state and what is saved of their layers."""
+
+_DATA_PARALLEL = {DATA: (STATES[0], SAVED[0]), **_LESS_MEMORY}
+"""The same of all that have every layer on every device."""
 
 Solve = Callable[[Problem], Solution]
 Allowed = Callable[[str, Strategy], bool]
@@ -84,6 +92,54 @@ def baselines(
     )
 
 
+def in_fewest_micro_batches(
+    plan: Plan, cluster: Cluster, sized: Callable[[int], Case | None], solve: Solve
+) -> tuple[Baseline, ...]:
+    """One device, and data parallel with everything whole, in slices, and replayed, each in the fewest micro-batches in
+    which it fits. Each is one plan, so that no problem of all strategies is formulated.
+
+    Args:
+        plan: gives model and batch.
+        cluster: of one kind of devices.
+        sized: the case at the size of so many micro-batches, counted in those that were asked for; None where there is
+            none.
+    """
+    whole = sized(1)
+    if whole is None:
+        return ()
+    plan, (alone,) = replace(plan, micro_batches=whole.costs.step.micro_batches), _single(cluster)
+    found = [_of_one_plan(_one_device(alone), whole, plan, solve)]
+    every = _data_parallel(whole.graph, _several(cluster)[0], plan)
+    each, over = divmod(whole.graph.batch or 1, cluster.count)
+    for name, ways in _DATA_PARALLEL.items():
+        habit, best = replace(every, name=name, ways=ways, local_batch_norm=name == DATA), None
+        for count in divisors(each) if not over else (1,):
+            case = sized(count)
+            if case is None:
+                break
+            best = _of_one_plan(habit, case, plan, solve)
+            if best.fits:
+                break
+        found += [best] if best is not None else []
+    return tuple(found)
+
+
+def _of_one_plan(habit: _Habit, case: Case, plan: Plan, solve: Solve) -> Baseline:
+    """A habit that leaves no choice."""
+    graph, places, replays = case.graph, habit.place.devices, unit_of(case.graph)
+    state, saved = habit.ways
+    layers = dict[str, Strategy]()
+    for name, layer in graph.layers.items():
+        spread = places if layer.batch is not None or layer.constant else places[:1]
+        one = Strategy(len(spread), 1, None, spread, saved=saved if name in replays else SAVED[0])
+        sliced = state != STATES[0] and slices(graph, layer, replace(one, state=state))
+        layers[name] = replace(one, state=state if sliced else STATES[0])
+    several = case.costs.step.micro_batches
+    own = replace(plan, layers=layers, micro_batches=several, scheme=Scheme.GATHER, schedule=SCHEDULES[0])
+    formulation, _ = formulated(own, graph, case.cluster, case.costs)
+    return _baseline(habit, graph, case.cluster, case.costs, formulation, own, solve)
+
+
 def _single(cluster: Cluster) -> list[_Place]:
     """One device of each kind."""
     return [_Place(group.members[:1], group.device.kind if cluster.mixed else "") for group in cluster.groups]
@@ -117,7 +173,7 @@ def _data_parallel(graph: LayerGraph, place: _Place, plan: Plan) -> _Habit:
     split = plan.micro_batch % count == 0 or (plan.rules != "strict" and plan.micro_batch > count)
     divides = -(-plan.micro_batch // count) * count
     why_not = "" if split else f"R1: a batch of {plan.micro_batch} does not divide by {count}; {divides} does"
-    return _Habit("pure data parallel", place, allowed, why_not, local_batch_norm=True)
+    return _Habit(DATA, place, allowed, why_not, local_batch_norm=True)
 
 
 def _model_parallel(graph: LayerGraph, formulation: Formulation, place: _Place) -> _Habit:
@@ -196,6 +252,7 @@ def _baseline(
         limit_bytes=int(limit),
         bends=", ".join(parts),
         batch_norm_s=evaluate(formulation.problem, choice).objective - found.objective if habit.local_batch_norm else 0,
+        micro_batches=plan.micro_batches,
     )
 
 

@@ -7,14 +7,15 @@ included, and what is said of its step is simulated like that of any plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
 from parplan.cost_models.optimizers import optimizer_memory
 from parplan.errors import CaptureError, InfeasiblePlan, PlanError
 from parplan.graph.resized import with_fewer_blocks
-from parplan.plan import SCHEDULES
+from parplan.plan import SCHEDULES, STATES
+from parplan.planner.decision import Without
 from parplan.planner.mesh.parts import Parts, blocks_of
 from parplan.planner.mesh.plan import plan_of
 from parplan.planner.mesh.search import Model, fastest, priced_mesh
@@ -45,10 +46,20 @@ class Meshed:
     Args:
         whole_s: about what the fastest mesh takes that is of one group, and of no more micro-batches than were asked
             for; inf where none fits, or stages were asked for.
+        without: the fastest meshes that lack something of it.
     """
 
     staged: Staged
     whole_s: float
+    without: tuple[Without, ...]
+
+
+_LACKING: Mapping[str, Callable[[Mesh], bool]] = {
+    "stages": lambda mesh: mesh.groups == 1,
+    "tensor shards": lambda mesh: mesh.tensor == 1,
+    "state in slices": lambda mesh: mesh.state == STATES[0],
+}
+"""Meshes that lack something, by its name."""
 
 
 def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | None:
@@ -96,7 +107,8 @@ def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | No
                 return None
             if max(peaks) <= memory_bytes:
                 whole_s = inf if groups else _whole_s(model, batch, links, asked)
-                return Meshed(Staged(plan, own.step_s(plan), peaks), whole_s)
+                without = _without(model, batch, links, allowed, step, int(limit))
+                return Meshed(Staged(plan, own.step_s(plan), peaks), whole_s, without)
             limit = int(step.nbytes) - (max(peaks) - memory_bytes)
     except (CaptureError, InfeasiblePlan, PlanError):
         pass  # no blocks, no other batch, nothing that fits: the search over all layers says why
@@ -118,6 +130,23 @@ def _whole_s(model: Model, batch: int, links: Links, micro_batches: int) -> floa
     except (InfeasiblePlan, PlanError):
         return inf
     return alone.step.seconds
+
+
+def _without(
+    model: Model, batch: int, links: Links, allowed: Callable[[Mesh], bool], step: Step, limit: int
+) -> tuple[Without, ...]:
+    """What the fastest meshes take that lack something which the mesh of a step has."""
+
+    def least_s(model: Model, lacks: Callable[[Mesh], bool]) -> float | None:
+        try:
+            return fastest(model, batch, links, lambda mesh: allowed(mesh) and lacks(mesh), limit).step.seconds
+        except (InfeasiblePlan, PlanError):
+            return None
+
+    found = [(name, least_s(model, lacks)) for name, lacks in _LACKING.items() if not lacks(step.mesh)]
+    if any(sum(stage.replays) for stage in step.stages):
+        found.append(("recomputation", least_s(model.without_replays(), lambda mesh: True)))
+    return tuple(Without(name, None if least is None else least / step.seconds) for name, least in found)
 
 
 def _held(case: Case) -> ParameterBytes:

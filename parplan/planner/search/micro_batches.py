@@ -24,7 +24,7 @@ from parplan.graph.repeated import fold, units
 from parplan.lowering.micro_batches import equal_size
 from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SAVED, SCHEDULES, STATES
-from parplan.planner.decision import MESHES, SHARDED, STAGES, MicroBatchesTried, PricedGraph, Proof
+from parplan.planner.decision import MESHES, SHARDED, STAGES, MicroBatchesTried, PricedGraph, Proof, Without
 from parplan.planner.search.context import Case, fits, formulated, gathered_together, plain
 from parplan.planner.search.meshes import fastest_mesh
 from parplan.planner.search.select import ANYWHERE, Found, NothingFaster, ShapeSearch
@@ -57,12 +57,17 @@ class Searched:
 
     Args:
         peaks: bytes of every device, of a plan in pipeline stages.
+        without: what meshes take that lack something of a mesh that was chosen.
+        sized: the case at the size of so many micro-batches, counted in those that were asked for; None where there is
+            none.
         why_whole: a line for messages: why there can be no more than one, once more were asked for.
     """
 
     search: ShapeSearch
     found: Found
     peaks: tuple[int, ...] = ()
+    without: tuple[Without, ...] = ()
+    sized: Callable[[int], Case | None] = lambda count: None
     tried: tuple[MicroBatchesTried, ...] = ()
     why_whole: str = ""
 
@@ -314,7 +319,7 @@ class _Counts:
         whole = search and self._search(1, self.ways, alike=True)
         if found is None or search is None or whole is None:
             return False
-        self._take(search, found.staged, whole.least_work_s(), MESHES)
+        self._take(search, found.staged, whole.least_work_s(), MESHES, found.without)
         if found.whole_s < NEAR * found.staged.step_s:
             rows = dict(self._tried)
             if self.attempt(1, self.ways):  # the mesh is no simpler
@@ -322,12 +327,15 @@ class _Counts:
                 self._tried = {key: row for key, row in self._tried.items() if row is not rows.get(key)}
         return True
 
-    def _take(self, search: ShapeSearch, staged: Staged, least_s: float, compared: str) -> None:
+    def _take(
+        self, search: ShapeSearch, staged: Staged, least_s: float, compared: str, without: tuple[Without, ...] = ()
+    ) -> None:
         """Keep a plan that is faster than the best one.
 
         Args:
             least_s: seconds that no plan takes less than.
             compared: words for the plans that it is the fastest of.
+            without: as in `Searched`.
         """
         case, plan = search.case, staged.plan
         gap = 1 - least_s / staged.step_s
@@ -335,11 +343,18 @@ class _Counts:
         proof = Proof(status, staged.step_s, least_s, gap, 0.0, covered=(compared,))
         found = Found(plan, *formulated(plan, case.graph, case.cluster, case.costs), proof)
         self._before += [self.best] if self.best is not None else []
-        self.best = Searched(search, found, staged.peaks)
+        self.best = Searched(search, found, staged.peaks, without)
         key = plan.micro_batches // self._whole, bool(plan.sharded), bool(plan.replayed)
         apart = plan.schedule != SCHEDULES[0]
         row = MicroBatchesTried(plan.micro_batches, staged.step_s, max(staged.peaks), True, *key[1:], apart)
         self._tried[key] = row
+
+    def _sized(self, count: int) -> Case | None:
+        """The case at the size of so many micro-batches; None where there is none."""
+        search = self._searches.get(count)
+        if search is None and (count == 1 or self._micro_batched is not None):
+            search = self._search(count, self.ways, alike=True)
+        return None if search is None else search.case
 
     def _search(self, count: int, ways: _Ways, alike: bool) -> ShapeSearch | None:
         """The search over the plans of so many micro-batches; None where there are none, or none more."""
@@ -395,7 +410,7 @@ class _Counts:
             proof = replace(proof, bound=bound_s, gap=gap, status=status)
         if any(sharded for _, sharded, _ in self._tried):
             proof = replace(proof, covered=(*proof.covered, SHARDED))
-        best = replace(best, found=replace(best.found, proof=proof), why_whole=why_whole)
+        best = replace(best, found=replace(best.found, proof=proof), why_whole=why_whole, sized=self._sized)
         return replace(best, tried=tried if len(tried) > 1 else ())
 
 

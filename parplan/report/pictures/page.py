@@ -190,7 +190,13 @@ def _baselines(decision: Decision) -> list[tuple[str, ...]]:
     """This plan and those made by hand: name, step, times this plan's step, memory, remarks."""
     step_s = decision.prediction.step_s
     times, found = units.step(step_s), list[tuple[str, ...]]()
-    own = Baseline("this plan", step_s, max(decision.prediction.memory_bytes, default=None), True)
+    own = Baseline(
+        "this plan",
+        step_s,
+        max(decision.prediction.memory_bytes, default=None),
+        True,
+        micro_batches=decision.plan.micro_batches,
+    )
     for one in (own, *decision.baselines):
         known_s, memory = one.step_s, one.memory_bytes
         found.append(

@@ -16,6 +16,7 @@ from parplan.planner.decision import (
     Decision,
     Proof,
     Seconds,
+    Without,
 )
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
@@ -37,7 +38,7 @@ def print_baselines(page: Page, decision: Decision) -> None:
     limits = [device.memory_bytes for device in decision.cluster.devices]
     pairs = zip(decision.prediction.memory_bytes, limits, strict=False)
     used, _ = max(pairs, key=lambda pair: pair[0] / pair[1], default=(0, 0))  # where the least room is left
-    rows = (Baseline("this plan", plan_s, used, True), *decision.baselines)
+    rows = (Baseline("this plan", plan_s, used, True, micro_batches=decision.plan.micro_batches), *decision.baselines)
     sizes = units.size([one.memory_bytes for one in rows if one.memory_bytes is not None])
     times = units.step(plan_s)
 
@@ -51,23 +52,34 @@ def print_baselines(page: Page, decision: Decision) -> None:
         name = f"{one.name} ({one.on})" if one.on else one.name
         return TableRow(name, figures, [baseline_remark(decision, one)], "bold" if one is rows[0] else "")
 
-    several = decision.plan.micro_batches > 1
-    same = f"same model, {'micro-batches' if several else 'batch'} and costs"
-    page.section("Against other plans", f"{same}; memory on the fullest device")
-    page.table([Column("step"), Column("vs this"), Column("memory")], [row(one) for one in rows])
+    page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
+    lacking = [
+        TableRow(f"without {one.name}", ("", "" if one.ratio is None else f"{one.ratio:.2f} x", ""), [_counted(one)])
+        for one in decision.without
+    ]
+    page.table([Column("step"), Column("vs this"), Column("memory")], [*map(row, rows), *lacking])
     page.blank()
     page.paragraph(decision.advice, first="Advice: ", first_style="bold green")
 
 
+def _counted(one: Without) -> Styled:
+    """The remark on meshes that lack something."""
+    return Styled("none fits", "red") if one.ratio is None else Styled("counted mesh", "dim")
+
+
 def baseline_remark(decision: Decision, one: Baseline) -> Styled:
-    """The remark on a baseline: not legal, too large, its bends, or what its batch norm leaves out."""
+    """The remark on a baseline: not legal, too large, its micro-batches or bends, or what its batch norm leaves out."""
     if one.step_s is None:
         return Styled(f"not legal: {one.why_not}" if one.why_not else "not legal", "red")
+    several = ""
+    if one.micro_batches != decision.plan.micro_batches:
+        several = f"in {one.micro_batches} micro-batches" if one.micro_batches > 1 else "in one micro-batch"
     if not one.fits:
         limit = one.limit_bytes or min(device.memory_bytes for device in decision.cluster.devices)
         why = f": {one.why_not}" if one.why_not else f" in {units.size(limit).text(limit)}"
-        return Styled(f"does not fit{why}", "red")
+        return Styled(", ".join(filter(None, (f"does not fit{why}", several))), "red")
     verdict, style = (f"bends {one.bends}", "yellow") if one.bends else (one.why_not, "red")
+    verdict, style = (verdict, style) if verdict or not several else (several, "dim")
     if one.batch_norm_s > LEAST * one.step_s:
         more = units.step(decision.prediction.step_s).text(one.batch_norm_s)
         remark = f"batch norm on each device's samples, as DDP has it; on the whole batch +{more}"

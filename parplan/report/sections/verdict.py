@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from parplan.cost_models.costs import Source
 from parplan.plan import SCHEDULES
-from parplan.planner.decision import Decision, LayerReport, same_plan
+from parplan.planner.decision import Decision, LayerReport
+from parplan.planner.explain.advice import same_plan
 from parplan.report import units
 from parplan.report.page import Page
 from parplan.report.sections.layer_groups import StrategyGroup, block_groups
@@ -176,10 +177,9 @@ def _speed(decision: Decision) -> tuple[str, str]:
         return step, f"{text}. {scale.text(same.step_s)} with {own}"
     by_hand = [b for b in decision.baselines if b.name != "one device" and b.fits and b.step_s is not None]
     best = min(by_hand, key=lambda b: b.whole_s or math.inf, default=None)
-    among = " in as many micro-batches" if decision.plan.micro_batches > 1 else ""
     if best is None or best.whole_s is None:
-        return step, f"{text}; no usual plan by hand{among} is legal and fits"
-    return step, f"{text}, {best.whole_s / step_s:.2f} x as fast as the best plan by hand{among} ({best.name})"
+        return step, f"{text}; no usual plan by hand is legal and fits"
+    return step, f"{text}, {best.whole_s / step_s:.2f} x as fast as the best plan by hand ({best.name})"
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import Plan
-from parplan.planner.decide import PlanRequest, decide
+from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.decision import MESHES
 from parplan.planner.search.context import pipeline_peaks
 from parplan.planner.search_space.verifier import check
@@ -95,6 +95,40 @@ def test_no_slower_than_a_search_over_all_layers() -> None:
     assert MESHES not in without.proof.covered
     assert max(without.prediction.memory_bytes) <= SMALL["memory_bytes"]
     assert found.prediction.step_s < without.prediction.step_s
+
+
+def test_plans_by_hand_are_given_plans_in_micro_batches_of_their_own() -> None:
+    """Each has the step and the peak of its plan priced alone; in fewer micro-batches it does not fit."""
+    found, graph = planned(), capture(Deep(), inputs())
+    limit, others = SMALL["memory_bytes"], set[int]()
+    for one in found.baselines:
+        if one.name == "one device":
+            continue
+        assert one.plan is not None
+        parts = [count for count in (1, 2) if count <= one.micro_batches]
+        for count in parts:
+            small = at_batch(graph, BATCH // count)
+            costs = RooflineCosts(small, found.cluster, optimizer="adam", micro_batches=count)
+            peak = max(costs.peaks(one.plan.layers))
+            assert (count == one.micro_batches and one.fits) == (peak <= limit), one.name
+        given = predict(small, found.cluster, costs, one.plan)
+        assert one.step_s == pytest.approx(given.step_s, rel=1e-9)
+        assert one.memory_bytes == peak
+        others.add(one.micro_batches)
+    assert found.plan.micro_batches not in others
+    assert {one.name: one.fits for one in found.baselines}["fully sharded, recomputation"]
+
+
+def test_meshes_that_lack_what_the_plan_has_are_counted() -> None:
+    (stages,) = planned().without
+    assert stages.name == "stages"
+    slower = planned(stages=1).prediction.step_s / planned().prediction.step_s
+    assert stages.ratio == pytest.approx(slower, rel=0.2)
+    little = planned(memory_bytes=150 << 20)
+    ratios = {one.name: one.ratio for one in little.without}
+    assert ratios["tensor shards"] is None
+    assert (ratios["recomputation"] or 0) > 1
+    assert "without tensor shards none fits" in " ".join(str(little).split())
 
 
 def test_without_a_loss_inside_there_are_no_stages() -> None:
