@@ -307,7 +307,11 @@ def _explained(
     layers = with_reasons(layers, case.graph, found.formulation, found.choice, plan)
     if plan.schedule != SCHEDULES[0]:
         numbers = stage_numbers(case.graph, plan.layers)
-        layers = tuple(replace(one, why=f"stage {1 + numbers.of[one.name]} of {numbers.count}") for one in layers)
+        layers = tuple(
+            replace(one, why=f"stage {stage} of {numbers.count}", stage=stage)
+            for one in layers
+            for stage in [1 + numbers.of[one.name]]
+        )
     elif MESHES in found.proof.covered:
         layers = tuple(replace(one, why="part of the mesh that was chosen for all equal blocks") for one in layers)
     several = case.cluster.count > 1

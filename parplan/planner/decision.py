@@ -70,6 +70,7 @@ class LayerReport:
         inputs: the layers that feed it.
         alternatives: its other strategies, the fastest first; of those that read alike the fastest.
         refused: the rules that leave out other ways to use all devices, in words.
+        stage: its pipeline stage, from 1 on; 0 where there are none.
     """
 
     name: str
@@ -89,6 +90,7 @@ class LayerReport:
     inputs: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     refused: tuple[str, ...] = ()
+    stage: int = 0
 
 
 @dataclass(frozen=True)

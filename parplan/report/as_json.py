@@ -25,7 +25,7 @@ def to_dict(decision: Decision) -> dict[str, Any]:
     passes, pins, cluster = decision.passes, decision.pins, decision.cluster
     layers = []
     for layer in decision.layers:
-        figures = _record(layer, "name", "kind", "strategy", "bends", "copies", "pinned")
+        figures = _record(layer, "name", "kind", "strategy", "bends", "copies", "pinned", "stage")
         figures["alternatives"] = [
             {**_record(other.strategy, "update_period"), **_record(other, "strategy"), "total_s": other.total_s}
             for other in layer.alternatives
