@@ -33,7 +33,7 @@ class Change:
         """`fc6 .. fc8, 3 layers`."""
         if len(self.layers) == 1:
             return self.layers[0]
-        return f"{name_span([self.layers[0], self.layers[-1]])}, {len(self.layers)} layers"
+        return f"{name_span(self.layers)}, {len(self.layers)} layers"
 
 
 @dataclass(frozen=True, repr=False)

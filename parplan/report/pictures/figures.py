@@ -13,6 +13,7 @@ from parplan.planner.simulation.timeline import Timeline
 from parplan.report import units
 from parplan.report.pictures.text import visible
 from parplan.report.sections.blocks import LEAST, name_span, repeated_blocks
+from parplan.report.sections.layer_groups import TableLine
 
 __all__ = ["Cell", "layer_table", "sources", "step_parts"]
 
@@ -65,27 +66,35 @@ SHARED = ("devices", "source")
 def layer_table(layers: Sequence[LayerReport]) -> dict[str, Any]:
     """The layers' figures as rows of cells, the heads of the columns with their units, and what all layers share.
 
-    Equal neighbours are one row with the sums of their figures.
+    Layers of repeated blocks are one row, with the sums of their figures, or with those of each where they are on
+    different devices.
     """
-    shown = repeated_blocks([(layer,) for layer in layers], LEAST)
-    seconds = [[sum(getattr(one, f"{name}_s") for one in row.layers) for name in TIMES] for row in shown]
-    nbytes = [sum(one.memory_bytes for one in row.layers) for row in shown]
+    blocks = repeated_blocks(layers, LEAST, fold=False)
+    shown = [TableLine(block.label, block.layers, block.repeats, head=block.head) for block in blocks]
+    each = any(row.apart for row in shown)
+    seconds = [[row.total(f"{name}_s", each) for name in TIMES] for row in shown]
+    nbytes = [row.total("memory_bytes", each) for row in shown]
     times, sizes = units.time_column(value for own in seconds for value in own), units.size_column(nbytes)
     number = {layer.name: index for index, layer in enumerate(layers, start=1)}
     rows = []
     for row, own, held in zip(shown, seconds, nbytes, strict=True):
-        one, name = row.head, visible(name_span([layer.name for layer in row.layers]))
+        one, name = row.layers[0], visible(name_span([layer.name for layer in row.layers]))
+        places = dict.fromkeys(layer.strategy.devices for layer in row.layers)
         others = (
             f"{other.strategy.describe()} {time_text(other.total_s)}" for other in one.alternatives[1:MOST_OTHERS]
         )
-        remarks = [one.why, one.pinned and f"pinned: {one.pinned}", *(f"bends {text}" for text in one.bends)]
-        remarks += [f"copies {copy.layer} from {units.devices(copy.devices)}" for copy in one.copies]
+        remarks = [
+            row.stages or one.why,
+            one.pinned and f"pinned: {one.pinned}",
+            *(f"bends {text}" for text in one.bends),
+        ]
+        remarks += [f"copies {row.copies}" * bool(row.copies)]
         cells = (
             Cell(str(number[one.name])),
             Cell(f"{name}, {row.repeats} x" if row.repeats > 1 else name),
             Cell(visible(one.kind)),
             Cell(visible(one.strategy.describe()), one.strategy.replicas * one.strategy.shards),
-            Cell(units.number_ranges(one.strategy.devices), one.strategy.devices[0]),
+            Cell("; ".join(map(units.number_ranges, places)), one.strategy.devices[0]),
             *(_number(times, value) for value in own),
             _number(sizes, held),
             Cell(one.source.value),
@@ -102,7 +111,7 @@ def layer_table(layers: Sequence[LayerReport]) -> dict[str, Any]:
         "rows": [[row[column] for column in columns] for row in rows],
         "alike": " and ".join(f"{head} {text}" for head, text in alike.items()),
         "count": units.counted(len(layers), "layer") + f" on {len(shown)} rows" * (len(shown) < len(layers)),
-        "summed": len(shown) < len(layers),
+        "figures": ("the figures of each" if each else "the sums of their figures") * (len(shown) < len(layers)),
         "few": len(shown) <= MOST_OPEN,
     }
 

@@ -46,8 +46,9 @@ def print_layers(
     noted = notes or {}
     groups = group_layers(layers, None if full else LIMIT)
     lines = [line for group in groups for line in group.rows]
-    times = units.time_column(line.total(f"{name}_s") for line in lines for name in TIMES)
-    sizes = units.size_column(line.total("memory_bytes") for line in lines)
+    each = any(line.apart for line in lines)
+    times = units.time_column(line.total(f"{name}_s", each) for line in lines for name in TIMES)
+    sizes = units.size_column(line.total("memory_bytes", each) for line in lines)
     folded, mixed, wide = any(len(line.layers) > 1 for line in lines), len(sources(layers)) > 1, page.width >= WIDE
     columns = [Column("layers")] * folded + [Column(name) for name in (*TIMES, "memory")]
     columns += [Column("source", words=True)] * (mixed and wide)
@@ -55,13 +56,14 @@ def print_layers(
     def reason(group: StrategyGroup, line: TableLine) -> str:
         axis = line.head.strategy.axis if line.head is not None and len(group.axes) > 1 else None
         axis = f"cut along {axis}" if axis else ""
-        return "; ".join(filter(None, (axis, line.why if full or line.has_reason(step_s) else "")))
+        said = line.why if full or line.has_reason(step_s) else ""
+        return "; ".join(filter(None, (axis, "" if line.stages else said)))  # the heading says the stages
 
     def row(group: StrategyGroup, line: TableLine, why: str) -> TableRow:
         found = sources(line.layers)
         source = SHORT[found[-1]] + ("+" if len(found) > 1 else "")  # the least certain
-        figures = [times.figure(line.total(f"{name}_s")) for name in TIMES]
-        figures.append(sizes.figure(line.total("memory_bytes")))
+        figures = [times.figure(line.total(f"{name}_s", each)) for name in TIMES]
+        figures.append(sizes.figure(line.total("memory_bytes", each)))
         cells = [*[line.count] * folded, *figures, *[source] * (mixed and wide)]
         remarks = [
             Styled("" if group.pinned else line.pinned, "cyan"),
@@ -80,6 +82,9 @@ def print_layers(
     if any(layer.alternatives for layer in layers):
         page.paragraph("Below a line: the best other strategy and what it would add to the step.", style="dim")
         page.blank()
+    if each:
+        page.paragraph("Blocks that are planned alike are listed once; figures are of each.", style="dim")
+        page.blank()
     rows = []
     for group in groups:
         for why, run in groupby(group.rows, key=partial(reason, group)):
@@ -90,15 +95,19 @@ def print_layers(
             else:
                 rows += [row(group, line, why) for line in (first, *others)]
     page.table(columns, rows, LONGEST_NAME)
-    print_folded(page, len(layers), len(lines))
+    print_folded(page, len(layers), len(lines), "of one block each" if each else "summed")
     return any(len(sources(line.layers)) > 1 for line in lines)
 
 
 def heading(group: StrategyGroup) -> tuple[str, str]:
     """A group's strategy, and where its layers are and when their weights are updated."""
     pinned = f"; {group.pinned}" if group.pinned else ""
-    where = f" on {units.devices(group.strategy.devices)}{updates(group.strategy)}"
-    return group.words, f"{where}{group.label}{pinned}"
+    stages = group.whole.stages
+    if not group.modules:
+        where = ", ".join(filter(None, (units.devices(group.strategy.devices), stages)))
+        return group.words, f" on {where}{updates(group.strategy)}{group.label}{pinned}"
+    places = " of these blocks" if group.again else f"; {group.places(units.devices)}{'; ' * bool(stages)}{stages}"
+    return group.words, f"{updates(group.strategy)}{group.label}{places}{pinned}"
 
 
 def updates(strategy: Strategy) -> str:
@@ -107,8 +116,8 @@ def updates(strategy: Strategy) -> str:
     return {None: "", 1: ", weights updated after every pass"}.get(period, f", weights updated every {period} passes")
 
 
-def print_folded(page: Page, layers: int, lines: int) -> None:
+def print_folded(page: Page, layers: int, lines: int, figures: str = "summed") -> None:
     """Say it where layers share a line."""
     if lines < layers:
         on = f"{units.counted(layers, 'layer')} on {units.counted(lines, 'line')}"
-        page.paragraph(f"{on}, figures summed; `--full` prints each.", style="dim")
+        page.paragraph(f"{on}, figures {figures}; `--full` prints each.", style="dim")

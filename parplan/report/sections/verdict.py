@@ -187,7 +187,7 @@ def _speed(decision: Decision) -> tuple[str, str]:
 
 def print_groups(page: Page, layers: Sequence[LayerReport], every: bool = False) -> None:
     """Print a line for each group of layers that share replicas, shards and devices; `every`: without a limit."""
-    groups = block_groups(layers)
+    groups = block_groups(layers, figures=False)
     shown = groups if every or len(groups) <= MOST_GROUPS else groups[: MOST_GROUPS - 1]
     page.section("Groups", "replicas work on different samples, shards hold parts of the weights")
     for group in shown:
@@ -205,6 +205,9 @@ def print_groups(page: Page, layers: Sequence[LayerReport], every: bool = False)
 
 def group_line(group: StrategyGroup) -> str:
     """`conv1 .. pool5, 13 layers: 4 replicas on 0-3`; of repeated blocks `12 x`, with the layers of all."""
-    where = units.number_ranges(group.strategy.devices)
     many = f", {units.counted(group.count, 'layer')}" if group.count > 1 else ""
-    return f"{group.ends}{many}: {group.words} on {where}{updates(group.strategy)}"
+    if not group.modules:
+        where = units.number_ranges(group.strategy.devices)
+        return f"{group.ends}{many}: {group.words} on {where}{updates(group.strategy)}"
+    these, places = (" of these blocks", "") if group.again else ("", f"; {group.places()}")
+    return f"{group.ends}{these}{many}: {group.words}{updates(group.strategy)}{places}"

@@ -86,7 +86,7 @@ def test_the_plan_of_a_mesh_fits_and_is_what_is_simulated() -> None:
     assert 0 < found.proof.bound <= step.step_s
     text = " ".join(str(found).split())
     assert "tensor groups of equal blocks were counted" in text
-    assert "stage 1 of" in text
+    assert "on device 0, stage 1" in text
     assert "time-limit" not in text
 
 

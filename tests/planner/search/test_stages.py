@@ -75,7 +75,7 @@ def test_taken_where_memory_is_short_and_links_are_slow() -> None:
     assert found.proof.bound <= found.prediction.step_s
     text = str(found)
     assert "through pipeline stages" in " ".join(text.split())
-    assert "stage 1 of" in text
+    assert "on device 0, stage 1" in text
     assert ", stages" in text
 
 

@@ -163,8 +163,8 @@ def test_equal_neighbours_are_one_row_of_the_table_with_sums() -> None:
     forward = table["heads"].index(next(head for head in table["heads"] if head.startswith("forward")))
     size = {"µs": 1e-6, "ms": 1e-3}[table["heads"][forward].split("(")[1][:2]]
     assert float(row[forward].text) * size == pytest.approx(sum(layer.forward_s for layer in run), rel=1e-2)
-    assert table["summed"]
-    assert not layer_table(layers[:2])["summed"]
+    assert table["figures"] == "the sums of their figures"
+    assert not layer_table(layers[:2])["figures"]
 
 
 def test_a_row_of_the_net_says_to_keys_and_readers_what_it_says_when_pointed_at() -> None:

@@ -55,7 +55,7 @@ def test_repeated_blocks_of_several_strategies_are_listed_once() -> None:
 
 
 def test_a_block_with_another_strategy_is_no_repeat() -> None:
-    *layers, head = transformer(3)
+    *layers, head = transformer(2)
     layers[6] = replace(layers[6], strategy=ONE)  # h.1.drop
     (first, *_, last) = [group_line(group) for group in block_groups([*layers, head])]
     assert (first, last) == ("wte .. h.0.drop, 3 layers: 4 replicas on 0-3", "head: 4 replicas on 0-3")
@@ -81,7 +81,8 @@ def test_repeats(keys: str, found: list[Repeat]) -> None:
     [
         (["h.0.fc1", "h.1.fc1"], "h.0-1.fc1"),
         (["conv3_2", "conv3_3"], "conv3_2-3"),
-        (["h.0", "h.2"], "h.0 .. h.2"),
+        (["h.0", "h.2", "h.3"], "h.0, 2-3"),
+        (["h.2", "h.0"], "h.2 .. h.0"),
         (["h.0.fc1", "h.1.fc2"], "h.0.fc1 .. h.1.fc2"),
         (["relu", "relu"], "relu .. relu"),
     ],
