@@ -119,7 +119,7 @@ class RooflineCosts:
             works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy, passes))]
             forward_s = sum(self._seconds(kernel, own) for work in works for kernel in work.forward)
             backward_s = sum(self._seconds(kernel, own) for work in works for kernel in work.backward)
-            trained_bytes = self.memory(layer, strategy).gradients_bytes
+            trained_bytes = sum(self.memory_model.trained_bytes(part_of(self.graph, layer, strategy)))
             # The update in one go reads weights, gradients and state, and writes weights and state.
             moved_bytes = (3 + 2 * self.memory_model.optimizer.states) * trained_bytes
             update = Kernel(Engine.MEMORY, 0.0, moved_bytes, torch.float32)

@@ -183,9 +183,8 @@ def makes_large_result(graph: LayerGraph, layer: Layer) -> bool:
 def segment_heads(graph: LayerGraph, buckets: Sequence[Bucket]) -> set[str]:
     """The layers at which a segment is split: the first of each bucket, so that it can leave early, and those that make
     large results."""
-    order = list(graph.layers)
+    place = {name: number for number, name in enumerate(graph.layers)}
     heads = {name for name, layer in graph.layers.items() if makes_large_result(graph, layer)}
     for bucket in buckets:
-        using = (i for i, name in enumerate(order) if set(graph.layers[name].parameters) & set(bucket.parameters))
-        heads.add(order[min(using)])
+        heads.add(min((graph.users[parameter][0] for parameter in bucket.parameters), key=place.__getitem__))
     return heads

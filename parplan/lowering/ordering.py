@@ -89,10 +89,10 @@ def backward(
     Args:
         freed: parameters that are gathered again for the step that uses them.
     """
+    first = {state.name: index for index, step in reversed([*enumerate(steps)]) for state in step.states}
     complete = defaultdict[int, list[Bucket]](list)  # by the segment whose backward completes them
     for bucket in buckets:
-        uses = (i for i, step in enumerate(steps) if any(s.name in bucket.parameters for s in step.states))
-        complete[min(uses)].append(bucket)
+        complete[min(first[parameter] for parameter in bucket.parameters)].append(bucket)
     again, back = defaultdict[int, list[Regather]](list), defaultdict[int, list[Step]](list)
     for placed in reversed(moves):
         step = placed.step

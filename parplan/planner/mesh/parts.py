@@ -15,7 +15,6 @@ from math import inf, prod
 
 import numpy as np
 
-from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel, Moments
 from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.errors import PlanError
@@ -26,7 +25,6 @@ from parplan.layout import IntArray
 from parplan.plan import SAVED, Plan, Strategy
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.rules import divisors
-from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.simulation.priced_program import lowered, priced
 from parplan.planner.solver.solve import solve
@@ -131,20 +129,17 @@ def blocks_of(graph: LayerGraph) -> Blocks:
     return most
 
 
-def group_strategies(
-    graph: LayerGraph, cluster: Cluster, precision: str = "fp32", cut: bool = False
-) -> Mapping[str, Strategy]:
+def group_strategies(costs: RooflineCosts, cut: bool = False) -> Mapping[str, Strategy]:
     """The fastest strategies of all layers on all devices of a tensor group.
 
     Args:
-        graph: at the size of a micro-batch.
-        cluster: the group.
+        costs: of the graph at the size of a micro-batch, on the group.
         cut: every matrix that can be cut is, so that no device has more of the weights than its share.
 
     Raises:
         PlanError: none were found.
     """
-    costs, every = RooflineCosts(graph, cluster, precision), tuple(range(cluster.count))
+    graph, cluster, every = costs.graph, costs.cluster, tuple(range(costs.cluster.count))
     options: dict[str, Sequence[Strategy]] = {}
     for name, layer in graph.layers.items():
         blocks = [every[:size] for size in reversed(divisors(cluster.count))]
@@ -153,7 +148,7 @@ def group_strategies(
             least = min(_numbers(graph, layer, one, matrices) for one in own)
             own = tuple(one for one in own if _numbers(graph, layer, one, matrices) == least)
         options[name] = own
-    formulation = formulate(graph, cluster, costs, options, shape=Shape(lanes=every), fold=fold(graph))
+    formulation = formulate(graph, cluster, costs, options, fold=fold(graph))  # the first device has what each has
     problem = formulation.problem
     found = solve(replace(problem, limits=(inf,) * len(problem.limits)), SOLVE_S)
     if found.choice is None:
@@ -161,17 +156,16 @@ def group_strategies(
     return formulation.strategies(found.choice)
 
 
-def parts(
-    graph: LayerGraph, cluster: Cluster, layers: Mapping[str, Strategy], precision: str = "fp32", whole: bool = False
-) -> Parts:
+def parts(costs: RooflineCosts, layers: Mapping[str, Strategy], whole: bool = False) -> Parts:
     """The parts of a model whose layers have these strategies on a tensor group.
 
     Args:
+        costs: as for `group_strategies`.
         whole: layers without weights that are cut along the sequence run whole on every device instead (tensor
             parallelism without sequence parallelism).
     """
-    costs, blocks = RooflineCosts(graph, cluster, precision), blocks_of(graph)
-    names = list(graph.layers)
+    graph, cluster = costs.graph, costs.cluster
+    names, blocks = list(graph.layers), blocks_of(graph)
     batch = graph.batch or 1
     plan = Plan(graph.model, graph.fingerprint, batch, cluster.count, dict(layers))
     work = priced(graph, lowered(graph, plan, cluster), costs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from parplan.cluster import Cluster
+from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import CaptureError, InfeasiblePlan, PlanError
 from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
@@ -47,6 +48,7 @@ class Model:
     blocks: int
     held: ParameterBytes
     precision: str = "bf16"
+    _costs: dict[Hashable, RooflineCosts] = field(default_factory=dict)
     _layouts: dict[Hashable, Mapping[str, Strategy]] = field(default_factory=dict)
     _parts: dict[Hashable, Parts] = field(default_factory=dict)
 
@@ -64,7 +66,7 @@ class Model:
         key = *same, cut
         try:
             if key not in self._layouts:
-                self._layouts[key] = group_strategies(at_batch(self.graph, 1), group, self.precision, cut)
+                self._layouts[key] = group_strategies(self._costs_of(group, 1), cut)
             if not cut and self._layouts[key] == self._layouts.get((*same, True)):
                 return self.parts(group, samples, True, whole)
             full = *key, samples, whole
@@ -73,11 +75,18 @@ class Model:
                 least, most = self.parts(group, 1, cut, whole), self.parts(group, MOST_SAMPLES, cut, whole)
                 self._parts[full] = between(least, most, (samples - 1) / (MOST_SAMPLES - 1))
             elif full not in self._parts:
-                graph = at_batch(self.graph, samples)
-                self._parts[full] = parts(graph, group, self._layouts[key], self.precision, whole)
+                self._parts[full] = parts(self._costs_of(group, samples), self._layouts[key], whole)
         except CaptureError as error:
             raise PlanError(str(error)) from error
         return self._parts[full]
+
+    def _costs_of(self, group: Cluster, samples: int) -> RooflineCosts:
+        """Costs on a tensor group; all groups have one graph, with which its blocks and units are kept."""
+        key = group.devices[0].kind, group.links, group.count, samples
+        if key not in self._costs:
+            graph = next((own.graph for own in self._costs.values() if own.graph.batch == samples), None)
+            self._costs[key] = RooflineCosts(graph or at_batch(self.graph, samples), group, self.precision)
+        return self._costs[key]
 
     def without_replays(self) -> Model:
         """The same model, of which nothing is replayed."""
@@ -168,7 +177,7 @@ def priced_mesh(model: Model, own: Parts, mesh: Mesh, links: Links, limit: float
         counts = [most(group, seconds) for group in range(mesh.groups)]
         return counts if min(counts) >= 0 and sum(counts) >= model.blocks else None
 
-    if spread(inf) is None:
+    if spread(cutoff_s / mesh.micro_batches) is None:
         return None
     shared_s = bound_s(model, own, mesh, links)
     low = high = shared_s / mesh.micro_batches / 2

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from benchmarks.decoder import DecoderSize
 from parplan.api import verify
+from parplan.cluster import Cluster
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.plan import Strategy
 from parplan.planner.mesh.parts import parts
@@ -23,6 +25,8 @@ from parplan.planner.mesh.step import PLAIN, Links, Mesh, Step
 from parplan.planner.search.context import pipeline_peaks
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.timeline import simulate
+from parplan.planner.solver.problem import Problem, Solution
+from parplan.planner.solver.solve import solve
 from tests.planner.mesh.decoders import DecoderMeshes
 from tests.runtime.pipeline_cases import TOKENS, Tower
 
@@ -127,11 +131,35 @@ def test_the_fastest_of_all_meshes_that_fit() -> None:
         fastest(own, BATCH, Links(links.cluster.with_memory(1 << 20), by_hand=False))
 
 
+def test_each_tensor_group_is_priced_and_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    priced, problems = list[RooflineCosts](), list[Problem]()
+
+    def costs(graph: LayerGraph, cluster: Cluster, precision: str) -> RooflineCosts:
+        priced.append(RooflineCosts(graph, cluster, precision))
+        return priced[-1]
+
+    def solved(problem: Problem, seconds: float) -> Solution:
+        problems.append(problem)
+        return solve(problem, seconds)
+
+    monkeypatch.setattr("parplan.planner.mesh.search.RooflineCosts", costs)
+    monkeypatch.setattr("parplan.planner.mesh.parts.solve", solved)
+    own = Model(DECODER.graph, BLOCKS, PLAIN)
+    for limit, batch in ((None, BATCH), (1 << 30, BATCH), (None, 4 * BATCH)):
+        fastest(own, batch, DECODER.links, limit=limit)
+    assert sorted((one.cluster.count, one.graph.batch) for one in priced) == [
+        (count, samples) for count in (1, 2, 4, 8) for samples in (1, 8)
+    ]
+    assert len({id(one.graph) for one in priced}) == 2
+    assert len(problems) == 7  # twice, but on one device
+    assert {len(problem.limits) for problem in problems} == {1}  # one device has what each has
+
+
 def test_samples_between_two_numbers_take_no_less_than_they_do() -> None:
     own, links = DECODER.model, DECODER.links
     group = links.cluster.first(4)
     layers = own.parts(group, 1).layers
-    taken, exact = own.parts(group, 3).block, parts(at_batch(own.graph, 3), group, layers, "bf16").block
+    taken, exact = own.parts(group, 3).block, parts(RooflineCosts(at_batch(own.graph, 3), group, "bf16"), layers).block
     for one, other in ((taken.seconds, exact.seconds), (taken.saved, exact.saved), (taken.transient, exact.transient)):
         assert other * (1 - 1e-9) <= one <= 1.05 * other
 
