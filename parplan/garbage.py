@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 __all__ = ["seldom_collected"]
 
-SELDOM = (100_000, 10, 10)
+SELDOM = (1_000_000, 10, 10)
 """Thresholds of the collector: a first look at new objects for so many of them, wider ones a tenth as often each."""
 
 

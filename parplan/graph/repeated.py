@@ -99,6 +99,7 @@ def fold(graph: LayerGraph, least_layers: int = LEAST_LAYERS) -> Fold | None:
     return Fold(tuple(blocks), kept, times, tuple(alike))
 
 
+@once_per_graph
 def repeated_blocks(graph: LayerGraph) -> tuple[Blocks, ...]:
     """Disjoint runs of at least three equal blocks, in forward order, those that leave fewest layers first found."""
     search = _Search(graph)

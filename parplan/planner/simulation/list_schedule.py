@@ -90,7 +90,6 @@ class _ListSchedule:
             key: tuple((numbers.setdefault(one, len(numbers)), part) for one, part in own.items())
             for key, own in capacity.items()
         }
-        self.exclusive = [held[id(task.exclusive)] for task in tasks]
         self.masks = [masks[id(task.exclusive)] for task in tasks]
         self.capacity = [shared[id(task.capacity)] for task in tasks]
         self.missing = [0] * len(tasks)
@@ -102,7 +101,9 @@ class _ListSchedule:
                 if not 0 <= earlier < index:
                     raise ValueError(f"task {index} is to come after task {earlier}, which is not before it")
                 self.followers[earlier].append(index)
-        self.waiting: list[list[int]] = [[] for _ in numbers]  # by exclusive resource: heaps of tasks that are ready
+        waiting: list[list[int]] = [[] for _ in numbers]  # by exclusive resource: heaps of tasks that are ready
+        queues = {key: [waiting[one] for one in own] for key, own in held.items()}
+        self.queues = [queues[id(task.exclusive)] for task in tasks]
         self.next: list[int] = []  # heap of tasks that may start now: just ready, or the first on a resource just freed
         for index, count in enumerate(self.missing):
             if count == 0:
@@ -119,7 +120,9 @@ class _ListSchedule:
         while self.next or self.alone or self.sharing:
             if self._start(now_s, ended):
                 self._pace(now_s)
-            now_s = min(self.alone[0][0] if self.alone else inf, *(pace.end_s for pace in self.sharing.values()), inf)
+            now_s = self.alone[0][0] if self.alone else inf
+            if self.sharing:
+                now_s = min(now_s, *[pace.end_s for pace in self.sharing.values()])
             ended = [index for index, pace in self.sharing.items() if pace.end_s == now_s]
             shared = bool(ended)
             while self.alone and self.alone[0][0] == now_s:
@@ -139,8 +142,8 @@ class _ListSchedule:
         while self.next:
             index = heappop(self.next)
             mask, task = self.masks[index], self.tasks[index]
-            own = [self.waiting[one] for one in self.exclusive[index]]
-            if mask & self.busy or any(queue[:1] != [index] for queue in own):
+            own = self.queues[index]
+            if mask & self.busy or any(not queue or queue[0] != index for queue in own):
                 continue
             for queue in own:
                 heappop(queue)
@@ -192,9 +195,9 @@ class _ListSchedule:
     def _free(self, index: int, now_s: float) -> None:
         """A task is over: those that waited for it, or for its resources, may start."""
         self.end_s[index] = now_s
-        for one in self.exclusive[index]:
-            if self.waiting[one]:
-                heappush(self.next, self.waiting[one][0])
+        for queue in self.queues[index]:
+            if queue:
+                heappush(self.next, queue[0])
         for follower in self.followers[index]:
             self.missing[follower] -= 1
             if self.missing[follower] == 0:
@@ -202,6 +205,6 @@ class _ListSchedule:
 
     def _ready(self, index: int) -> None:
         """All that a task comes after is over: it queues for its resources."""
-        for one in self.exclusive[index]:
-            heappush(self.waiting[one], index)
+        for queue in self.queues[index]:
+            heappush(queue, index)
         heappush(self.next, index)
