@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -43,6 +43,18 @@ DOUBT, LINK_SPREAD, LINK_DOUBT = 0.4, 0.2, 0.4
 
 PRECISIONS = {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Names of the types whose products are computed as they are, whatever precision is asked for."""
+
+
+KEPT_PLANS = 4
+"""Plans whose programs and memory are kept: one that is predicted, and the plans by hand that may fit."""
+
+
+@dataclass
+class _Lowered:
+    """The program of a plan, and its memory over the step once that was asked for."""
+
+    program: Program
+    curve: IntArray | None = None
 
 
 def part_key(layer: Layer, strategy: Strategy, passes: int = 1) -> Hashable:
@@ -108,7 +120,7 @@ class RooflineCosts:
         self._memories: dict[Hashable, LayerMemory] = {}
         self._reductions: dict[Hashable, float] = {}
         self._peaks: dict[tuple[Strategy, ...], tuple[int, ...]] = {}
-        self._last: tuple[tuple[Strategy, ...], Program, IntArray | None] | None = None  # of a plan
+        self._plans: dict[tuple[Strategy, ...], _Lowered] = {}  # the last few
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
         """Estimated seconds of the slowest device's part of `layer` in one pass."""
@@ -161,25 +173,29 @@ class RooflineCosts:
 
     def memory_over_step(self, strategies: Mapping[str, Strategy]) -> IntArray:
         """Bytes by point of the step and device of a whole plan in one pass, transfers included."""
-        program, curve = self._lowered(strategies)
-        return memory_over_step(self.memory_model, program) if curve is None else curve
+        plan = self._lowered(strategies)
+        if plan.curve is None:
+            plan.curve = memory_over_step(self.memory_model, plan.program)
+        return plan.curve
 
     def memory_by_layer(
         self, strategies: Mapping[str, Strategy], points: Sequence[int], device: int
     ) -> list[dict[str, int]]:
         """Bytes of that on one device at some points, by the layer that has them."""
-        program, _ = self._lowered(strategies)
-        shares, curve = memory_by_layer(self.memory_model, program, points, device)
-        self._last = tuple(strategies[name] for name in self.graph.layers), program, curve
+        plan = self._lowered(strategies)
+        shares, plan.curve = memory_by_layer(self.memory_model, plan.program, points, device)
         return shares
 
-    def _lowered(self, strategies: Mapping[str, Strategy]) -> tuple[Program, IntArray | None]:
-        """The program of a plan, and its memory over the step where that is known; those of the last plan are kept, as
-        its peaks and the layers that have them are asked for one after the other."""
+    def _lowered(self, strategies: Mapping[str, Strategy]) -> _Lowered:
+        """A plan's program and memory; of the last few plans, as the peaks of one are asked for again after those of
+        plans by hand."""
         key = tuple(strategies[name] for name in self.graph.layers)
-        if self._last is None or self._last[0] != key:
-            self._last = key, lower(self.graph, strategies, StepSetting.on(self.cluster, self.graph.batch or 1)), None
-        return self._last[1:]
+        if key not in self._plans:
+            for other in [*self._plans][: 1 - KEPT_PLANS]:
+                del self._plans[other]
+            setting = StepSetting.on(self.cluster, self.graph.batch or 1)
+            self._plans[key] = _Lowered(lower(self.graph, strategies, setting))
+        return self._plans[key]
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, in rings, bucketed.

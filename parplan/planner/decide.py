@@ -297,7 +297,9 @@ def _explained(
     """The decision on a plan that was found: its prediction, proof, reasons and notes."""
     plan, request = found.plan, case.request
     # The problem of the plan alone counts every transfer once, however many read a value; a search's may count more.
-    alone, only = formulated(plan, case.graph, case.cluster, case.costs)
+    alone, only = found.formulation, found.choice
+    if any(len(options) > 1 for options in alone.options):
+        alone, only = formulated(plan, case.graph, case.cluster, case.costs)
     step = _predicted(plan, case.graph, case.cluster, case.costs, case.simulated(plan), alone, only)
     layers = layer_reports(case.graph, alone, only, plan)
     if step.simulated:

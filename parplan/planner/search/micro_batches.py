@@ -310,8 +310,10 @@ class _Counts:
         searches = dict[int, ShapeSearch | None]()
 
         def sized(count: int) -> Case | None:
-            one_way = count > 1 and self._micro_batched is None
-            searches[count] = search = None if one_way else self._search(count, self.ways, alike=True)
+            if count not in searches:
+                one_way = count > 1 and self._micro_batched is None
+                searches[count] = None if one_way else self._search(count, self.ways, alike=True)
+            search = searches[count]
             return None if search is None else search.case
 
         found = fastest_mesh(self._case, sized)

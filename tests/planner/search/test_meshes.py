@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -17,11 +18,14 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
+from parplan.lowering.lower import lower
 from parplan.lowering.pipeline.stages import stage_numbers
-from parplan.plan import Plan
+from parplan.lowering.program import Program
+from parplan.plan import Plan, Strategy
 from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.decision import MESHES
 from parplan.planner.search.context import pipeline_peaks
+from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.timeline import Timeline, simulate
 from parplan.report.analysis import Analysis
@@ -189,3 +193,24 @@ def test_no_step_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parplan.planner.search.context.simulate", watched)
     assert planned.__wrapped__().plan.schedule == "1f1b"
     assert len(seen) == len(set(seen)) > 0
+
+
+def test_a_mesh_that_fits_is_lowered_and_formulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered, options = list[object](), list[int]()
+
+    def counted(graph: LayerGraph, strategies: Mapping[str, Strategy], *setting: Any) -> Program:
+        lowered.append((graph.batch, *strategies.values()))
+        return lower(graph, strategies, *setting)
+
+    def formulated(*given: Any, **more: Any) -> Formulation:
+        found = formulate(*given, **more)
+        options.append(sum(map(len, found.options)))
+        return found
+
+    monkeypatch.setattr("parplan.cost_models.roofline.lower", counted)
+    for module in ("context", "formulations"):
+        monkeypatch.setattr(f"parplan.planner.search.{module}.formulate", formulated)
+    assert analyze(Deep(), inputs(), **SMALL).plan.schedule == "1f1b"
+    assert len(set(lowered)) == len(lowered)
+    # Of the plan, and of each plan by hand (with equal blocks once); of no problem with several strategies of a layer.
+    assert max(options) == len(capture(Deep(), inputs()).layers)
