@@ -61,22 +61,19 @@ class Gradients:
         self._terms: dict[str, dict[int, list[_Term]]] = defaultdict(lambda: defaultdict(list))
         self._sums: list[_BucketSum] = []
 
+    def take(self, state: State, device: int) -> Tensor | None:
+        """The sum so far of the block that a compute step uses, to be added to in place and given back by `add`."""
+        terms = self._terms[state.name][device]
+        place = next((n for n, one in enumerate(terms) if one.own and one.block == state.blocks[device]), None)
+        return None if place is None else terms.pop(place).gradient
+
     def add(self, state: State, device: int, gradient: Tensor, own: bool) -> None:
         """Take in one compute step's gradient of the block it used; our `own` may be written to."""
-        terms, term = self._terms[state.name][device], _Term(state.blocks[device], gradient, own)
-        place = next((n for n, one in enumerate(terms) if one.block == term.block), -1)
-        pair = [terms[place], term] if place >= 0 else []
-        # Elements lie apart in memory; those of a linear layer's weights may be transposed.
-        dense = [t.gradient.is_contiguous() or (t.gradient.dim() == 2 and t.gradient.t().is_contiguous()) for t in pair]
-        usable = [one for one, apart in zip(pair, dense, strict=True) if one.own and apart]
-        if not usable:
-            terms.append(term)
-            return
-        base = min(usable, key=lambda one: not one.gradient.is_contiguous())
-        # Steps that use a block one after another (passes, shared weights) need no more memory than two of them.
-        with self._transport.on(device):
-            base.gradient.add_(gradient if base is terms[place] else terms[place].gradient)
-        terms[place] = base
+        known = self.take(state, device)
+        if known is not None:  # steps that use a block one after another need no more memory than two of them
+            with self._transport.on(device):
+                gradient, own = known.add_(gradient), True
+        self._terms[state.name][device].append(_Term(state.blocks[device], gradient, own))
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sums of a bucket whose terms are complete."""

@@ -403,16 +403,12 @@ class Run:
             self._recorded.pop((id(step), device), None)
         if recorded is None:
             return
-        known = {result.slot: grads.get(result.slot).get(device) for result in step.results}
-        ends, pulls = [], []
-        for result, edge in zip(step.results, recorded.results, strict=True):
-            gradient = known[result.slot]
-            if edge is not None and gradient is not None:
-                ends.append(edge)
-                pulls.append(gradient)
+        arrived = [grads.get(result.slot).get(device) for result in step.results]
+        known = [(e, p) for e, p in zip(recorded.results, arrived, strict=True) if e is not None and p is not None]
         leaves = [tensor for tensor in recorded.inputs if tensor.requires_grad]
-        if not ends or not leaves:
+        if not known or not leaves:
             return
+        ends, pulls = zip(*known, strict=True)
         names = [*(operand.name for operand in step.operands), *(state.name for state in step.states)]
         for name, tensor, count in zip(names, recorded.inputs, recorded.writes, strict=False):
             if writes(tensor) != count:
@@ -421,19 +417,23 @@ class Run:
                     "layers that read it run forward again; call backward before it is written, or plan them with "
                     'saved "keep"'
                 )
-        differentiate = partial(torch.autograd.grad, allow_unused=True, retain_graph=not self._frees)
-        with self._transport.on(device):
-            given: Sequence[Tensor | None] = self._executor.backward_dispatch.apart(differentiate, ends, leaves, pulls)
+        states = list(zip(step.states, recorded.inputs[len(step.operands) :], strict=True))
+        for state, tensor in states if self._frees else ():
+            if tensor.requires_grad:  # autograd adds to the sum in place, while what it adds is in the cache
+                tensor.grad = sums.take(state, device)
+        differentiate = partial(torch.autograd.backward, retain_graph=not self._frees, inputs=leaves)
+        with self._transport.on(device), self._executor.hooks.own_backward(leaves):
+            self._executor.backward_dispatch.apart(differentiate, ends, pulls)
         self._recorder.runtime((device,))
+        gradients = [tensor.grad if tensor.requires_grad else None for tensor in recorded.inputs]
+        for leaf in leaves:
+            leaf.grad = None
         # Memory that holds more than one gradient: of results that were passed on, or of several inputs.
-        counts = Counter(memory(gradient) for gradient in given if gradient is not None)
-        counts.update(memory(gradient) for gradient in pulls for _ in range(2))
-        found = {id(leaf): gradient for leaf, gradient in zip(leaves, given, strict=True)}
-        gradients = [found.get(id(tensor)) for tensor in recorded.inputs]
+        counts = Counter(memory(one) for one in (*gradients, *pulls, *pulls) if one is not None)
         for operand, gradient in zip(step.operands, gradients, strict=False):
             if gradient is not None:
                 grads.add(operand.slot, device, gradient)
-        for state, gradient in zip(step.states, gradients[len(step.operands) :], strict=True):
+        for (state, _), gradient in zip(states, gradients[len(step.operands) :], strict=True):
             if gradient is not None:
                 self._touched.add(state.name)
                 sums.add(state, device, gradient, own=self._frees and counts[memory(gradient)] == 1)
