@@ -25,6 +25,7 @@ from parplan.runtime.execution.executor import Executor, SlotParts
 from parplan.runtime.execution.gradients import Gradients
 from parplan.runtime.execution.run import Run
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
+from parplan.runtime.transport.base import Pending
 
 __all__ = [
     "LossGradients", "LossInside", "MicroBatch", "Moment", "Update", "run_micro_batches", "run_passes", "run_with_loss",
@@ -179,16 +180,16 @@ class LossInside:
                 counted = torch.stack(
                     self.executor.transport.gather_tensors("what a micro-batch counts", counted)
                 ).sum()
-        weight = self.weight(number, loss, counted)
+        weight = self.weight(number, loss.device, counted)
         self.weights.append(weight)
         self.keep(results)
         gradients: list[Tensor | None] = [None] * len(results)
         gradients[self.loss] = weight.to(loss.dtype).expand_as(loss)
         return gradients
 
-    def weight(self, number: int, loss: Tensor, counted: Tensor | None) -> Tensor:
+    def weight(self, number: int, place: torch.device, counted: Tensor | None) -> Tensor:
         """The weight of a micro-batch's loss, not yet scaled where it counts targets: so many."""
-        weight = torch.ones((), dtype=torch.float64, device=loss.device)
+        weight = torch.ones((), dtype=torch.float64, device=place)
         if counted is not None:
             return counted / self.rows  # at most 1 together, so that gradients keep their size while they add up
         return weight * self.fractions[number] if self.results[self.loss][0].how is How.MEAN else weight
@@ -237,7 +238,7 @@ class LossInside:
 
 
 class _Pipelined:
-    """One micro-batch of a step in pipeline stages.
+    """One micro-batch of a step in pipeline stages, whose loss is made on the device `maker`.
 
     Args:
         one: the micro-batch.
@@ -247,10 +248,11 @@ class _Pipelined:
 
     def __init__(self, one: MicroBatch, number: int, step: LossInside) -> None:
         self._step, self._number, self._executor = step, number, one.executor
-        self.pipeline = one.executor.pipeline
+        self.pipeline, self.transport = one.executor.pipeline, one.executor.transport
         self._last = number + 1 == len(step.micro_batches)
         # The loss goes back from where it was made: by way of its readers each backward would wait for all of them.
         self._loss = self.pipeline.homes[step.loss]
+        self.maker = one.executor.program.slots[self._loss].devices[0]
         self._counts = self._find_counts() if step.rows else None
         kept = {*one.executor.program.outputs, self._loss, *([self._counts] if self._counts else [])}
         names = tuple(one.executor.store.trainable)
@@ -258,7 +260,7 @@ class _Pipelined:
         self._parts = self._run.begin(list(one.inputs.values()))
         self._run.reached = one.executor.program.reached({self._loss})
         self._run.last_reads = self.pipeline.last_reads
-        self._grads = SlotParts(one.executor.transport, one.executor.recorder)
+        self._grads = SlotParts(self.transport, one.executor.recorder)
         self._run.go_forward(self.pipeline.arrivals, self._parts, record=True)
 
     def _find_counts(self) -> str:
@@ -284,15 +286,14 @@ class _Pipelined:
 
     def weigh(self) -> Tensor | None:
         """Begin to go back from the loss; its weight, where it is made in this process."""
-        transport, slots = self._executor.transport, self._executor.program.slots
-        device = slots[self._loss].devices[0]
+        transport, device = self.transport, self.maker
         if device not in transport.owned:
             return None
         loss, counts = (None if slot is None else self._parts.get(slot)[device] for slot in (self._loss, self._counts))
         assert loss is not None  # this device makes it
         with transport.on(device):
             counted = None if counts is None else counts[..., -1].to(torch.float64).sum()
-            weight = self._step.weight(self._number, loss, counted)
+            weight = self._step.weight(self._number, loss.device, counted)
             self._grads.put(self._loss, device, weight.to(loss.dtype).expand_as(loss))
         return weight
 
@@ -320,12 +321,15 @@ def run_pipeline(step: LossInside) -> tuple[dict[str, Tensor | None], list[list[
     """Forward and backward of all micro-batches through pipeline stages; gradients as of `run_micro_batches`.
 
     Every process follows the one order of all actions and takes its own part in each, so that any two meet in every
-    transfer in one order. Results are handed back at the end, as a stage would wait for the last one's otherwise.
+    transfer in one order. Results are handed back before the loss's last backward: earlier, a stage would wait for the
+    last one's, and at the end the last stage would wait for the first one's last backward.
     """
     last = step.executor
     transport, sums = last.transport, Gradients(last.store, last.transport, last.recorder)
     own = [_Pipelined(one, number, step) for number, one in enumerate(step.micro_batches)]
     last_stage, weights = max(action.stage for action in step.actions), dict[int, Tensor]()
+    closing = [action for action in step.actions if action.stage == last_stage and not action.forward][-1]
+    coming: Pending | None = None
     for action in step.actions:
         one = own[action.micro_batch]
         if action.forward:
@@ -333,21 +337,35 @@ def run_pipeline(step: LossInside) -> tuple[dict[str, Tensor | None], list[list[
             continue
         if action.stage == last_stage and (weight := one.weigh()) is not None:
             weights[action.micro_batch] = weight
+        if action is closing:
+            for each in own:
+                each.deliver()
+            coming = _start_weights(step, own[-1], weights)
         one.backward(action.stage, sums)
         transport.free_earlier()
-    for one in own:
-        one.deliver()
     sums.arrive()
     of_inputs = [one.finish() for one in own]
-    maker = last.program.slots[own[-1].pipeline.homes[step.loss]].devices[0]
     place = transport.physical(last.deliver_from)
     for weight in weights.values():
         transport.used_here(weight)
-    known = [weights[number].to(place) for number in sorted(weights)]  # in the process that makes the loss
-    stacked = torch.stack(known) if known else torch.zeros(len(own), dtype=torch.float64, device=place)
-    told = transport.gather_tensors("the weights of micro-batches", stacked)
-    step.weights += told[maker if transport.processes > 1 else 0].unbind()
+    if coming is not None:
+        step.weights += coming.wait()[last.deliver_from].unbind()
+    elif step.rows:
+        step.weights += [weights[number].to(place) for number in sorted(weights)]
+    else:
+        step.weights += [step.weight(number, place, None) for number in range(len(own))]
     return sums.totals(tuple(last.store.trainable), own=True), of_inputs
+
+
+def _start_weights(step: LossInside, one: _Pipelined, weights: Mapping[int, Tensor]) -> Pending | None:
+    """Start the broadcast of what micro-batches count, which the process that makes the loss knows; None: all know."""
+    transport = one.transport
+    if not step.rows or transport.processes == 1:
+        return None
+    known = [weights[number] for number in sorted(weights)]
+    place = transport.physical(transport.owned[0])
+    told = torch.stack(known) if known else torch.zeros(len(step.micro_batches), dtype=torch.float64, device=place)
+    return transport.start_broadcast("the weights of micro-batches", told, one.maker)
 
 
 def run_with_loss(step: LossInside, inputs: Mapping[str, Tensor]) -> list[Tensor]:

@@ -147,6 +147,10 @@ class Transport(ABC):
     def broadcast(self, name: str, tensor: Tensor, source: int, devices: Sequence[int]) -> None:  # noqa: B027
         """Overwrite `tensor` in the processes of `devices` with that of the process of `source`."""
 
+    def start_broadcast(self, name: str, tensor: Tensor, source: int) -> Pending | None:
+        """Start to overwrite `tensor` in all processes with that of `source`; None where there is one process."""
+        return None
+
     def from_first(self, make: Callable[[], str]) -> str:
         """A text that rank 0 makes and all processes get; its error, if any, is raised in all."""
         return make()

@@ -43,13 +43,16 @@ def explained(what: str, rank: int) -> Iterator[None]:
         ) from error
 
 
+_Message = tuple[Callable[..., Any], Tensor, int]  # dist.isend or dist.irecv, what, and the other rank
+
+
 @dataclass(frozen=True)
 class _Sent:
     """Messages whose memory is kept until they have left."""
 
     name: str
     works: Sequence[Any]
-    messages: Sequence[dist.P2POp]
+    messages: Sequence[_Message]
 
 
 @dataclass
@@ -184,7 +187,7 @@ class DistributedTransport(Transport):
         receiving, part, blocks = self._receiving(exchange)
         messages = [*sending, *receiving]
         with explained(exchange.name, self.rank):
-            works: Sequence[Any] = dist.batch_isend_irecv(messages) if messages else []
+            works = self._begin(messages)
         # One group call (NCCL) gives one work for all; gloo gives one each, and sends need not be waited for here.
         each = len(works) == len(messages)
         self._sent.append(_Sent(exchange.name, works[: len(sending)] if each else works, sending))
@@ -192,6 +195,12 @@ class DistributedTransport(Transport):
             if piece.source == self.rank:
                 blocks[piece] = block(tensors[self.rank], piece.source_region)
         return _Receiving(self, exchange, works[len(sending) :] if each else works, part, blocks)
+
+    def _begin(self, messages: Sequence[_Message]) -> Sequence[Any]:
+        """Begin to send and receive; on the CPU one by one, as a batch checks each again and does the same."""
+        if self._device.type == "cpu":
+            return [begin(tensor, peer, self._group) for begin, tensor, peer in messages]
+        return dist.batch_isend_irecv([dist.P2POp(*one, self._group) for one in messages]) if messages else []
 
     def message(self, name: Hashable, tensors: Sequence[Tensor]) -> Tensor:
         """The tensors behind each other; on the CPU in memory that is kept, as new memory costs as much as the copy."""
@@ -230,6 +239,12 @@ class DistributedTransport(Transport):
         """Overwrite `tensor` on all of `devices` with that of `source`."""
         with explained(name, self.rank):
             dist.broadcast(tensor, self._peer(source), group=self._groups[tuple(devices)])
+
+    def start_broadcast(self, name: str, tensor: Tensor, source: int) -> _Collective:
+        """As `Transport.start_broadcast`."""
+        with explained(name, self.rank):
+            work = dist.broadcast(tensor, self._peer(source), group=self._group, async_op=True)
+        return _Collective(self, name, work, tensor)
 
     def open_rendezvous(self) -> None:
         """Agree on a number for a rendezvous, as processes may have made different numbers of groups."""
@@ -290,18 +305,18 @@ class DistributedTransport(Transport):
     def _peer(self, device: int) -> int:
         return device if self._group is None else dist.get_global_rank(self._group, device)
 
-    def _sending(self, exchange: Exchange, tensors: Held) -> list[dist.P2POp]:
+    def _sending(self, exchange: Exchange, tensors: Held) -> list[_Message]:
         found = []
         for target, pieces in exchange.sent.get(self.rank, {}).items():
             blocks = [block(tensors[self.rank], piece.source_region).reshape(-1) for piece in pieces]
             # Contiguous memory that nothing writes to before it has left.
             flat = blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks)
-            found.append(dist.P2POp(dist.isend, flat, self._peer(target), self._group))
+            found.append((dist.isend, flat, self._peer(target)))
         return found
 
-    def _receiving(self, exchange: Exchange) -> tuple[list[dist.P2POp], Tensor | None, dict[Piece, Tensor]]:
+    def _receiving(self, exchange: Exchange) -> tuple[list[_Message], Tensor | None, dict[Piece, Tensor]]:
         """Messages to receive, this rank's part, and the blocks of messages that do not arrive in place in it."""
-        found, blocks = list[dist.P2POp](), dict[Piece, Tensor]()
+        found, blocks = list[_Message](), dict[Piece, Tensor]()
         plan = exchange.assemblies.get(self.rank)
         if plan is None:
             return found, None, blocks
@@ -313,5 +328,5 @@ class DistributedTransport(Transport):
                 message = torch.empty(sum(sizes), dtype=exchange.dtype, device=self._device)
                 for piece, values in zip(pieces, message.split(sizes), strict=True):
                     blocks[piece] = values.view(shape_of(piece.source_region))
-            found.append(dist.P2POp(dist.irecv, message, self._peer(source), self._group))
+            found.append((dist.irecv, message, self._peer(source)))
         return found, part, blocks
