@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,9 @@ from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner, spread
 from tests.runtime.slice_cases import Decoder, trained_in_less_memory
 
-__all__ = ["Crossed", "Staging", "Tower", "decoder_in_stages", "on_ranks", "tokens", "trained"]
+__all__ = [
+    "Crossed", "Staging", "Tower", "collectives_of_a_step", "decoder_in_stages", "on_ranks", "tokens", "trained",
+]  # fmt: skip
 
 TOKENS, WIDTH = 24, 16
 
@@ -200,6 +203,21 @@ def on_ranks(rank: int, ranks: int) -> None:
     if ranks == 4:
         for state in STATES:
             trained(Staging(2, 4, 4, state=state), 16)
+
+
+def collectives_of_a_step(rank: int, ranks: int) -> None:
+    """A step agrees on its facts and on the loss's factor; what targets count is told once, where that is not known."""
+    for counted in (False, True):
+        model = Compiled(Tower(counted=counted), Staging(ranks, ranks, 4).plan)
+        part = [tensor.tensor_split(ranks)[rank] for tensor in tokens(4 * ranks)]
+        model(*part)[0].backward()  # at first processes compare more: the plain model, which parameters have gradients
+        with patch.multiple(dist, **{name: Mock(wraps=getattr(dist, name)) for name in COLLECTIVES}):
+            model(*part)[0].backward()
+            calls = {name: getattr(dist, name).call_count for name in COLLECTIVES}
+        assert calls == {**dict.fromkeys(COLLECTIVES, 0), "all_gather": 2, "broadcast": int(counted)}, calls
+
+
+COLLECTIVES = ("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object_list")
 
 
 # ---- a model that does not fit ---------------------------------------------------------------------------------------

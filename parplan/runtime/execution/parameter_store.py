@@ -65,6 +65,7 @@ class _Wanted:
     name: str
     where: _Where
     shape: tuple[int, ...]
+    sections: bool
 
 
 Copies = dict[_Where, _Copy]
@@ -126,7 +127,8 @@ class Store:
             blocks = located(blocks, held)
         # A constant belongs to its graph alone.
         path = self._paths.get(state.name, f"{id(self._buffers.get(state.name))} of this graph")
-        return _Wanted(state.name, _Where(path, self._transport.physical(device), blocks), shape_of(blocks))
+        sections = any(isinstance(extent, Ranges) for extent in blocks)
+        return _Wanted(state.name, _Where(path, self._transport.physical(device), blocks), shape_of(blocks), sections)
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -178,11 +180,11 @@ class Store:
     def get(self, state: State, device: int) -> Tensor:
         """The block that a compute step uses on `device`: a view, or a copy in the device's memory."""
         wanted = self._wanted[id(state), device]
-        original = self.original(state.name).detach()
         if self._is_copied(wanted):
             copy = self._copies.get(wanted.where)
             assert copy is not None  # refresh() came first
             return copy.tensor
+        original = self.original(state.name).detach()
         return original if original.shape == wanted.shape else block(original, region_of(wanted.where.block))
 
     def slice(self, name: str, device: int) -> Tensor:
@@ -193,8 +195,7 @@ class Store:
 
     def _is_copied(self, wanted: _Wanted) -> bool:
         """Whether a device works on a copy: in another memory, or of a block with sections, which is no view."""
-        sections = any(isinstance(extent, Ranges) for extent in wanted.where.block)
-        return sections or self.original(wanted.name).device != wanted.where.place
+        return wanted.sections or self.original(wanted.name).device != wanted.where.place
 
     @torch.inference_mode(False)
     @torch.no_grad()

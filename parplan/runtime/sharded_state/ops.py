@@ -38,6 +38,8 @@ __all__ = ["dispatch"]
 
 aten = torch.ops.aten
 
+_BLOCKWISE = (OpKind.ELEMENTWISE, OpKind.ALIAS)
+
 # Elementwise ops whose results are no part of a term, or the same as what they are given.
 _COPIES = frozenset({"clone", "_to_copy", "zeros_like", "ones_like", "empty_like"})
 
@@ -45,7 +47,7 @@ _COPIES = frozenset({"clone", "_to_copy", "zeros_like", "ones_like", "empty_like
 def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute an op with sharded tensors, or views of them, among its arguments."""
     rule = rule_of(func)
-    if rule.kind in (OpKind.ELEMENTWISE, OpKind.ALIAS) and not any(isinstance(v, Tensor) for v in kwargs.values()):
+    if rule.kind in _BLOCKWISE and not (kwargs and any(isinstance(value, Tensor) for value in kwargs.values())):
         local, placement = _blocks(args)
         if placement is not None:
             if torch.is_grad_enabled() and rule.kind is OpKind.ELEMENTWISE:
@@ -101,11 +103,12 @@ def _on_blocks(
     """The usual case in short: an optimizer's step on tensors of one placement."""
     if rule.kind is OpKind.ALIAS:
         return args[0].like(local[0])
-    if rule.written:
-        check_copies(args[0])
-    computed = func(*local, **kwargs)
     if not rule.written:
+        computed = func(*local, **kwargs)
         return pytree.tree_map_only(Tensor, lambda tensor: ShardedTensor(tensor, placement), computed)
+    check_copies(args[0])
+    if local[0].numel():  # of a pipeline, each process holds a part of the layers, and updates all
+        func(*local, **kwargs)
     if not local[0].is_inference():
         torch.autograd.graph.increment_version(local[0])
     return args[0]

@@ -322,7 +322,9 @@ def check_copies(written: Tensor) -> None:
         RuntimeFailure: there is one.
     """
     held = written.source if isinstance(written, ShardedView) else written
-    if isinstance(held, (ShardedTensor, Gathered)) and any(in_use() for in_use in getattr(held.local, _COPIES, ())):
+    if not isinstance(held, (ShardedTensor, Gathered)) or not hasattr(held.local, _COPIES):
+        return
+    if any(in_use() for in_use in getattr(held.local, _COPIES)):
         raise RuntimeFailure(
             f"{held.placement.name} was written, or a tensor computed from it, and a plain tensor was given the same "
             f"memory (plain.data = value), which would change in plain PyTorch; as {held.placement.name} is cut over "

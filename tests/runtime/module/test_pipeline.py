@@ -9,7 +9,15 @@ import pytest
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import STATES, Plan, Strategy
 from tests.runtime.helpers import planner
-from tests.runtime.pipeline_cases import Crossed, Staging, Tower, decoder_in_stages, on_ranks, trained
+from tests.runtime.pipeline_cases import (
+    Crossed,
+    Staging,
+    Tower,
+    collectives_of_a_step,
+    decoder_in_stages,
+    on_ranks,
+    trained,
+)
 from tests.runtime.ranks import run_case
 
 
@@ -62,6 +70,10 @@ def test_uneven_micro_batches() -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_on_ranks(ranks: int) -> None:
     run_case(on_ranks, ranks)
+
+
+def test_collectives_of_a_step() -> None:
+    run_case(collectives_of_a_step, 2)
 
 
 @pytest.mark.full
