@@ -45,6 +45,11 @@ class _BucketSum:
     pending: Pending
 
 
+def _dense(gradient: Tensor) -> bool:
+    """Whether each element has memory of its own; a linear layer's weights may have a transposed gradient."""
+    return gradient.is_contiguous() or (gradient.dim() == 2 and gradient.t().is_contiguous())
+
+
 class Gradients:
     """Gathers the parameter gradients of one backward.
 
@@ -63,17 +68,19 @@ class Gradients:
 
     def take(self, state: State, device: int) -> Tensor | None:
         """The sum so far of the block that a compute step uses, to be added to in place and given back by `add`."""
-        terms = self._terms[state.name][device]
-        place = next((n for n, one in enumerate(terms) if one.own and one.block == state.blocks[device]), None)
+        terms, held = self._terms[state.name][device], state.blocks[device]
+        place = next((n for n, one in enumerate(terms) if one.block == held and one.own and _dense(one.gradient)), None)
         return None if place is None else terms.pop(place).gradient
 
     def add(self, state: State, device: int, gradient: Tensor, own: bool) -> None:
         """Take in one compute step's gradient of the block it used; our `own` may be written to."""
-        known = self.take(state, device)
-        if known is not None:  # steps that use a block one after another need no more memory than two of them
-            with self._transport.on(device):
+        terms, held, known = self._terms[state.name][device], state.blocks[device], self.take(state, device)
+        with self._transport.on(device):
+            if known is not None:  # steps that use a block one after another need no more memory than two of them
                 gradient, own = known.add_(gradient), True
-        self._terms[state.name][device].append(_Term(state.blocks[device], gradient, own))
+            elif any(one.block == held for one in terms) and not (own and _dense(gradient)):
+                gradient, own = gradient.clone(memory_format=torch.contiguous_format), True
+        terms.append(_Term(held, gradient, own))
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sums of a bucket whose terms are complete."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,16 +126,6 @@ class HookCalls:
         for leaf in leaves if self._sites and not self._silent else ():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(_refuse)
-
-    @contextmanager
-    def own_backward(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        """A context in which a backward of the runtime ends at guarded leaves."""
-        guarded = leaves if self._sites and not self._silent else ()
-        for leaf in guarded:
-            vars(leaf)[_EXPECTED] = True
-        yield
-        for leaf in guarded:
-            del vars(leaf)[_EXPECTED]
 
     def _before(self, visit: _Visit, inputs: Sequence[Tensor]) -> list[Tensor]:
         if self._silent:
@@ -359,12 +348,7 @@ def _check(graph: LayerGraph, program: Program, processes: int) -> None:
                     )
 
 
-_EXPECTED = "_parplan_own_backward"  # an attribute of a leaf
-
-
 def _refuse(leaf: Tensor) -> None:
-    if _EXPECTED in vars(leaf):
-        return
     leaf.grad = None
     raise RuntimeFailure(
         "a backward began at a tensor that a hook has kept; within a compiled model it cannot go on to the parameters. "

@@ -398,9 +398,7 @@ class Run:
 
     def _through_layers(self, step: Compute, device: int, grads: SlotParts, sums: Gradients) -> None:
         """Gradients of one compute step on one device: to the slots of its operands, and to the sums over devices."""
-        recorded = self._recorded.get((id(step), device))
-        if self._frees:
-            self._recorded.pop((id(step), device), None)
+        recorded = (self._recorded.pop if self._frees else self._recorded.get)((id(step), device), None)
         if recorded is None:
             return
         arrived = [grads.get(result.slot).get(device) for result in step.results]
@@ -418,25 +416,26 @@ class Run:
                     'saved "keep"'
                 )
         states = list(zip(step.states, recorded.inputs[len(step.operands) :], strict=True))
-        for state, tensor in states if self._frees else ():
-            if tensor.requires_grad:  # autograd adds to the sum in place, while what it adds is in the cache
-                tensor.grad = sums.take(state, device)
-        differentiate = partial(torch.autograd.backward, retain_graph=not self._frees, inputs=leaves)
-        with self._transport.on(device), self._executor.hooks.own_backward(leaves):
-            self._executor.backward_dispatch.apart(differentiate, ends, pulls)
+        totals = {state.name: sums.take(state, device) for state, t in states if self._frees and t.requires_grad}
+        for state, tensor in states:
+            if (total := totals.get(state.name)) is not None:
+                tensor.register_hook(total.add_)  # while what it adds is in the cache, and alive alone
+        differentiate = partial(torch.autograd.grad, allow_unused=True, retain_graph=not self._frees)
+        with self._transport.on(device):
+            given: Sequence[Tensor | None] = self._executor.backward_dispatch.apart(differentiate, ends, leaves, pulls)
         self._recorder.runtime((device,))
-        gradients = [tensor.grad if tensor.requires_grad else None for tensor in recorded.inputs]
-        for leaf in leaves:
-            leaf.grad = None
+        found = {id(leaf): gradient for leaf, gradient in zip(leaves, given, strict=True)}
+        gradients = [found.get(id(tensor)) for tensor in recorded.inputs]
         # Memory that holds more than one gradient: of results that were passed on, or of several inputs.
         counts = Counter(memory(one) for one in (*gradients, *pulls, *pulls) if one is not None)
         for operand, gradient in zip(step.operands, gradients, strict=False):
             if gradient is not None:
                 grads.add(operand.slot, device, gradient)
         for (state, _), gradient in zip(states, gradients[len(step.operands) :], strict=True):
+            gradient = totals.get(state.name) if gradient is None else gradient  # nothing was added
             if gradient is not None:
                 self._touched.add(state.name)
-                sums.add(state, device, gradient, own=self._frees and counts[memory(gradient)] == 1)
+                sums.add(state, device, gradient, own=self._frees and counts[memory(gradient)] <= 1)
 
     def _input_gradient(self, name: str, grads: SlotParts) -> Tensor | None:
         slot = self._program.slots[name]
