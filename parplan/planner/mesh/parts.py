@@ -60,6 +60,7 @@ class Part:
         saved: bytes kept from forward to backward.
         transient: the most bytes at a time beside those kept, weights, gradients and optimizer state.
         units: that can be replayed.
+        matrices: how many trained ones there are, as `parameters`.
     """
 
     forward_s: float = 0.0
@@ -68,6 +69,7 @@ class Part:
     saved: float = 0.0
     transient: float = 0.0
     units: tuple[Unit, ...] = ()
+    matrices: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -183,16 +185,18 @@ def parts(costs: RooflineCosts, layers: Mapping[str, Strategy], whole: bool = Fa
         more_saved[name] = (cluster.count - 1) * memory.saved[name]
     unit = unit_of(graph)
 
-    def trained(own: Sequence[str], first: bool = True) -> dict[int, float]:
-        numbers = defaultdict[int, float](float)
+    def trained(own: Sequence[str], first: bool = True) -> tuple[dict[int, float], dict[int, int]]:
+        """Numbers, and matrices, by the devices of the group that have the same ones."""
+        numbers, matrices = defaultdict[int, float](float), defaultdict[int, int](int)
         for name in own:
             layer = graph.layers[name]
             for parameter in layer.parameters:
-                if (graph.users[parameter][0] == name) == first and graph.values[parameter].requires_grad:
-                    numbers[_copies(layer, layers[name], parameter)] += _numbers(
-                        graph, layer, layers[name], [parameter]
-                    )
-        return dict(numbers)
+                value = graph.values[parameter]
+                if (graph.users[parameter][0] == name) == first and value.requires_grad:
+                    copies = _copies(layer, layers[name], parameter)
+                    numbers[copies] += _numbers(graph, layer, layers[name], [parameter])
+                    matrices[copies] += len(value.shape) > 1
+        return dict(numbers), dict(matrices)
 
     def part(own: Sequence[str]) -> Part:
         found = []
@@ -203,13 +207,15 @@ def parts(costs: RooflineCosts, layers: Mapping[str, Strategy], whole: bool = Fa
             freed += sum(more_saved[name] for name in mine if memory.kept[name] < memory.saved[name])
             transient = memory.transient(mine, replayed=True)
             found.append(Unit(replay_s, freed, transient + sum(more_saved[name] for name in mine)))
+        numbers, matrices = trained(own)
         return Part(
             sum(forward_s[name] for name in own),
             sum(backward_s[name] for name in own),
-            trained(own),
+            numbers,
             sum(memory.saved[name] + more_saved[name] for name in own),
             memory.transient(own),
             tuple(found),
+            matrices,
         )
 
     second = blocks.begin + blocks.period
@@ -230,7 +236,8 @@ def parts(costs: RooflineCosts, layers: Mapping[str, Strategy], whole: bool = Fa
     strategy = layers[handed]
     share = 1 if handed in repeated else len(strategy.devices)
     value = graph.values[graph.layers[handed].outputs[-1]]
-    return Parts(prologue, block, epilogue, value.nbytes / share, layers, trained(names[blocks.end :], first=False))
+    tied, _ = trained(names[blocks.end :], first=False)
+    return Parts(prologue, block, epilogue, value.nbytes / share, layers, tied)
 
 
 _WAYS = ("forward_s", "backward_s")
@@ -249,7 +256,7 @@ def between(one: Parts, other: Parts, share: float) -> Parts:
             for u, v in zip(a.units, b.units, strict=True)
         )
         forward_s, backward_s, saved, transient = (way(a, b, name) for name in (*_WAYS, "saved", "transient"))
-        return Part(forward_s, backward_s, a.parameters, saved, transient, units)
+        return Part(forward_s, backward_s, a.parameters, saved, transient, units, a.matrices)
 
     prologue, block, epilogue = (
         mixed(getattr(one, name), getattr(other, name)) for name in ("prologue", "block", "epilogue")

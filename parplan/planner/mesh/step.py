@@ -111,9 +111,9 @@ class Links:
     """Seconds of messages on a machine, by what talks: each kind worked out once.
 
     Args:
-        by_hand: weights of sharded state are gathered once per step, and a block that is replayed whole takes its
-            transfers again, as the best programs written by hand do it; else as parplan's runtime does it: weights are
-            gathered in every micro-batch, and moved copies are kept.
+        by_hand: weights of sharded state are gathered once per step, those of a block in one message, and a block that
+            is replayed whole takes its transfers again, as the best programs written by hand do it; else as parplan's
+            runtime does it: every matrix is gathered in every micro-batch, and moved copies are kept.
     """
 
     def __init__(self, cluster: Cluster, by_hand: bool = True) -> None:
@@ -121,17 +121,17 @@ class Links:
         self._rings: dict[tuple[int, int, int], Linear] = {}
         self._topology = Topology(cluster)
 
-    def all_reduce_s(self, mesh: Mesh, copies: int, nbytes: float) -> float:
+    def all_reduce(self, mesh: Mesh, copies: int) -> Linear:
         """A sum over all data-parallel copies of a stage, and over `copies` devices of each tensor group: rings of all
         parts at once. Half of it gathers weights from slices, or sums gradients to slices."""
         if copies * mesh.data == 1:
-            return 0.0
+            return Linear()
         key = mesh.tensor, mesh.data, copies
         if key not in self._rings:
             bases = np.arange(mesh.data)[:, None] * mesh.tensor
             parts = (np.arange(first, first + copies) for first in range(0, mesh.tensor, copies))
             self._rings[key] = self._topology.all_reduce([(bases + part).ravel().tolist() for part in parts])
-        return self._rings[key].seconds(nbytes)
+        return self._rings[key]
 
     def message_s(self, mesh: Mesh, nbytes: float) -> float:
         """A message from each device of a stage to its neighbour in the next, all at once, where that is slowest."""
@@ -279,11 +279,14 @@ def _sums_s(
     they hold up compute (`Cluster.slowdown`).
     """
     gathers, sums, slowdown = list[float](), list[float](), links.cluster.slowdown
-    for part, _ in own:
-        known = part.parameters.items()
-        gathers.append(sum(links.all_reduce_s(mesh, copies, held.weights * n) for copies, n in known) / 2)
-        sums.append(sum(links.all_reduce_s(mesh, copies, held.gradients * n) for copies, n in known))
-    scatters, counts, parts = [s / 2 for s in sums], [count for _, count in own], [part for part, _ in own]
+    scatters, counts, parts = list[float](), [count for _, count in own], [part for part, _ in own]
+    for part in parts:
+        rings = [(links.all_reduce(mesh, copies), copies, n) for copies, n in part.parameters.items()]
+        more = {copies: max(0, own - 1) for copies, own in part.matrices.items() if not links.by_hand}  # messages
+        latency_s = sum(more.get(copies, 0) * ring.latency_s for ring, copies, _ in rings)
+        sums.append(sum(ring.seconds(held.gradients * n) for ring, _, n in rings))
+        gathers.append((sum(ring.seconds(held.weights * n) for ring, _, n in rings) + latency_s) / 2)
+        scatters.append((sums[-1] + latency_s) / 2)
     gather_s, scatter_s, sum_s = (
         sum(n * s for n, s in zip(counts, each, strict=True)) for each in (gathers, scatters, sums)
     )

@@ -72,7 +72,7 @@ def test_gathers_over_hosts_take_what_layers_are_charged(data: int, tensor: int,
     strategy = Strategy(data, tensor, axis, tuple(range(16)), state="gathered")
     charged_s, _ = RooflineCosts(graph, cluster).gather(graph.layers["0"], strategy)
     nbytes = 4 * 1024 * 2048 / tensor
-    assert Links(cluster).all_reduce_s(mesh, 1, nbytes) / 2 == pytest.approx(charged_s, rel=1e-9)
+    assert Links(cluster).all_reduce(mesh, 1).seconds(nbytes) / 2 == pytest.approx(charged_s, rel=1e-9)
 
 
 def test_slices_that_differ_are_priced_as_they_are_sent() -> None:
