@@ -10,6 +10,7 @@ import numpy as np
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
+from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import unit_of
 from parplan.lowering.holdings import slices
@@ -19,7 +20,7 @@ from parplan.planner.search.context import Case, formulated
 from parplan.planner.search_space.formulation import Formulation, reassembled
 from parplan.planner.search_space.options import Option, node_parts
 from parplan.planner.search_space.rules import divisors, parts_words
-from parplan.planner.search_space.verifier import uneven_replicas
+from parplan.planner.search_space.verifier import check, uneven_replicas
 from parplan.planner.solver.problem import Problem, Solution, evaluate, restrict
 
 __all__ = ["baselines", "in_fewest_micro_batches"]
@@ -135,7 +136,13 @@ def _of_one_plan(habit: _Habit, case: Case, plan: Plan, solve: Solve) -> Baselin
         sliced = state != STATES[0] and slices(graph, layer, replace(one, state=state))
         layers[name] = replace(one, state=state if sliced else STATES[0])
     several = case.costs.step.micro_batches
-    own = replace(plan, layers=layers, micro_batches=several, scheme=Scheme.GATHER, schedule=SCHEDULES[0])
+    own = replace(
+        plan, layers=layers, micro_batches=several, scheme=Scheme.GATHER, schedule=SCHEDULES[0], rules="default"
+    )
+    try:
+        check(own, graph)
+    except PlanError as reason:
+        return Baseline(habit.name, None, None, False, str(reason).partition(";")[0])
     formulation, _ = formulated(own, graph, case.cluster, case.costs)
     return _baseline(habit, graph, case.cluster, case.costs, formulation, own, solve)
 
