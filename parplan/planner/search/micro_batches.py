@@ -307,20 +307,10 @@ class _Counts:
     def in_meshes(self) -> bool:
         """Whether a mesh of a model of equal blocks fits; where meshes of the whole batch are about as fast, plans of
         it that are none may be faster."""
-        searches = dict[int, ShapeSearch | None]()
-
-        def sized(count: int) -> Case | None:
-            if count not in searches:
-                one_way = count > 1 and self._micro_batched is None
-                searches[count] = None if one_way else self._search(count, self.ways, alike=True)
-            search = searches[count]
-            return None if search is None else search.case
-
-        found = fastest_mesh(self._case, sized)
-        search = None if found is None else searches[found.staged.plan.micro_batches // self._whole]
-        whole = search and self._search(1, self.ways, alike=True)
-        if found is None or search is None or whole is None:
+        found = fastest_mesh(self._case, self._sized)
+        if found is None or self._sized(1) is None:
             return False
+        search, whole = (self._searches[n] for n in (found.staged.plan.micro_batches // self._whole, 1))
         self._take(search, found.staged, whole.least_work_s(), MESHES, found.without)
         if found.whole_s < NEAR * found.staged.step_s:
             rows = dict(self._tried)
