@@ -180,19 +180,16 @@ def add_block(tensor: Tensor, held: Block, values: Tensor) -> None:
         block(tensor, outer).add_(block(values, inner))
 
 
-def assemble(plan: Assembly, fetch: Callable[[Piece], Tensor | None], like: Tensor) -> Tensor:
+def assemble(plan: Assembly, fetch: Callable[[Piece], Tensor], like: Tensor) -> Tensor:
     """One device's part: its pieces, copied or added into place; `like` gives shape, type and device (uninitialised).
 
-    `fetch` gives a piece's block on the target's device, or None where it lies in `like` already. A piece that is the
-    whole part is returned without a copy.
+    `fetch` gives a piece's block on the target's device. A piece that is the whole part is returned without a copy.
     """
     if plan.whole:
-        return like if (only := fetch(plan.pieces[0])) is None else only
+        return fetch(plan.pieces[0])
     if not plan.tiled:
         like.zero_()
     for piece in plan.pieces:
-        values = fetch(piece)
-        if values is not None:
-            place = block(like, piece.target_region)
-            place.copy_(values) if plan.tiled else place.add_(values)
+        place = block(like, piece.target_region)
+        place.copy_(fetch(piece)) if plan.tiled else place.add_(fetch(piece))
     return like

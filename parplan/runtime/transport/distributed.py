@@ -60,14 +60,12 @@ class _Receiving:
     """Messages on their way to this rank, put together when they are first read.
 
     Args:
-        part: this rank's part, in which some blocks arrive; None without one.
-        blocks: those of other messages that are still to arrive, and this rank's own.
+        blocks: those of messages that are still to arrive, and this rank's own.
     """
 
     transport: DistributedTransport
     exchange: Exchange
     works: Sequence[Any]
-    part: Tensor | None
     blocks: dict[Piece, Tensor]
     parts: Held | None = None
 
@@ -78,9 +76,12 @@ class _Receiving:
                 for work in self.works:
                     work.wait()
             self.parts = {}
-            if self.part is not None:
-                self.parts[rank] = assemble(self.exchange.assemblies[rank], self.blocks.get, self.part)
-            self.blocks, self.part = {}, None
+            plan = self.exchange.assemblies.get(rank)
+            if plan is not None:
+                place = self.transport.physical(rank)
+                like = torch.empty(self.exchange.shapes[rank], dtype=self.exchange.dtype, device=place)
+                self.parts[rank] = assemble(plan, self.blocks.__getitem__, like)
+            self.blocks = {}
         return self.parts
 
 
@@ -184,7 +185,7 @@ class DistributedTransport(Transport):
         if slices is not None and group is not None:
             return self._exchange_slices(exchange, slices, group, tensors[self.rank])
         sending = self._sending(exchange, tensors)
-        receiving, part, blocks = self._receiving(exchange)
+        receiving, blocks = self._receiving(exchange)
         messages = [*sending, *receiving]
         with explained(exchange.name, self.rank):
             works = self._begin(messages)
@@ -194,7 +195,7 @@ class DistributedTransport(Transport):
         for piece in exchange.assemblies[self.rank].pieces if self.rank in exchange.assemblies else ():
             if piece.source == self.rank:
                 blocks[piece] = block(tensors[self.rank], piece.source_region)
-        return _Receiving(self, exchange, works[len(sending) :] if each else works, part, blocks)
+        return _Receiving(self, exchange, works[len(sending) :] if each else works, blocks)
 
     def _begin(self, messages: Sequence[_Message]) -> Sequence[Any]:
         """Begin to send and receive; on the CPU one by one, as a batch checks each again and does the same."""
@@ -314,19 +315,13 @@ class DistributedTransport(Transport):
             found.append((dist.isend, flat, self._peer(target)))
         return found
 
-    def _receiving(self, exchange: Exchange) -> tuple[list[_Message], Tensor | None, dict[Piece, Tensor]]:
-        """Messages to receive, this rank's part, and the blocks of messages that do not arrive in place in it."""
+    def _receiving(self, exchange: Exchange) -> tuple[list[_Message], dict[Piece, Tensor]]:
+        """Messages to receive, and the blocks in them."""
         found, blocks = list[_Message](), dict[Piece, Tensor]()
-        plan = exchange.assemblies.get(self.rank)
-        if plan is None:
-            return found, None, blocks
-        part = torch.empty(exchange.shapes[self.rank], dtype=exchange.dtype, device=self._device)
         for source, pieces in exchange.received.get(self.rank, {}).items():
-            message = block(part, pieces[0].target_region)
-            if not plan.tiled or len(pieces) > 1 or not message.is_contiguous():
-                sizes = [piece.elements for piece in pieces]
-                message = torch.empty(sum(sizes), dtype=exchange.dtype, device=self._device)
-                for piece, values in zip(pieces, message.split(sizes), strict=True):
-                    blocks[piece] = values.view(shape_of(piece.source_region))
-            found.append((dist.irecv, message, self._peer(source)))
-        return found, part, blocks
+            sizes = [piece.elements for piece in pieces]
+            flat = torch.empty(sum(sizes), dtype=exchange.dtype, device=self._device)
+            found.append((dist.irecv, flat, self._peer(source)))
+            for piece, part in zip(pieces, flat.split(sizes), strict=True):
+                blocks[piece] = part.view(shape_of(piece.source_region))
+        return found, blocks
