@@ -73,16 +73,15 @@ def advice(
         where = f" ({same.on})" if same.on else ""
         return f"Use one device{where}{close}." if close else f"Use one device{where}: more of them are not faster."
     best = min(legal, key=lambda name: legal[name]) if legal else ""
-    ways = "the usual ways"
     if same is not None:
         which = f" on {same.on or f'all {plan.devices} devices'}"
         text = f"Use {name.replace('pure', 'plain')}{which}{close}."
     elif name:
         text = f"Use {name} instead of this plan: {step_s / legal[name]:.2f} x as fast."
     elif not legal:
-        text = f"Use this plan: none of {ways} is legal and fits these devices."
+        text = "Use this plan: none of the usual ways is legal and fits these devices."
     elif legal[best] <= (1 + MARGIN) * step_s:
-        text = f"Use this plan: {best}, the best of {ways}, is about as fast."
+        text = f"Use this plan: {best}, the best of the usual ways, is about as fast."
     else:
-        text = f"Use this plan: {legal[best] / step_s:.2f} x as fast as {best}, the best of {ways}."
+        text = f"Use this plan: {legal[best] / step_s:.2f} x as fast as {best}, the best of the usual ways."
     return f"{text} {hint}" if hint else text

@@ -12,14 +12,13 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.repeated import unit_of
-from parplan.lowering.holdings import slices
 from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Scheme, Strategy
 from parplan.planner.decision import Baseline
 from parplan.planner.search.context import Case, formulated
 from parplan.planner.search_space.formulation import Formulation, reassembled
 from parplan.planner.search_space.options import Option, node_parts
 from parplan.planner.search_space.rules import divisors, parts_words
+from parplan.planner.search_space.strategies import data_parallel
 from parplan.planner.search_space.verifier import check, uneven_replicas
 from parplan.planner.solver.problem import Problem, Solution, evaluate, restrict
 
@@ -127,15 +126,8 @@ def in_fewest_micro_batches(
 
 def _of_one_plan(habit: _Habit, case: Case, plan: Plan, solve: Solve) -> Baseline:
     """A habit that leaves no choice."""
-    graph, places, replays = case.graph, habit.place.devices, unit_of(case.graph)
-    state, saved = habit.ways
-    layers = dict[str, Strategy]()
-    for name, layer in graph.layers.items():
-        spread = places if layer.batch is not None or layer.constant else places[:1]
-        one = Strategy(len(spread), 1, None, spread, saved=saved if name in replays else SAVED[0])
-        sliced = state != STATES[0] and slices(graph, layer, replace(one, state=state))
-        layers[name] = replace(one, state=state if sliced else STATES[0])
-    several = case.costs.step.micro_batches
+    graph, several = case.graph, case.costs.step.micro_batches
+    layers = data_parallel(graph, habit.place.devices, *habit.ways)
     own = replace(
         plan, layers=layers, micro_batches=several, scheme=Scheme.GATHER, schedule=SCHEDULES[0], rules="default"
     )

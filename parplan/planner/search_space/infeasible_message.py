@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from parplan.cluster import Cluster, Link
 from parplan.cost_models.costs import Moments
@@ -13,12 +12,12 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import CaptureError, PlanError
 from parplan.fields import counted, size_text
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.repeated import unit_of
 from parplan.graph.resized import at_batch
 from parplan.lowering.micro_batches import equal_size
-from parplan.plan import SAVED, STATES, Strategy
+from parplan.plan import SAVED, STATES
 from parplan.planner.decision import Baseline, Prediction
 from parplan.planner.search_space.formulation import Formulation
+from parplan.planner.search_space.strategies import data_parallel
 from parplan.planner.solver.problem import Cause, Solution
 
 __all__ = ["enough_devices", "nearest_to_fitting", "why_not"]
@@ -85,7 +84,7 @@ def enough_devices(graph: LayerGraph, cluster: Cluster, precision: str, optimize
         graph: of the whole batch, of equal devices with a process each.
     """
     batch, limit, count = graph.batch or 1, cluster.devices[0].memory_bytes, cluster.count
-    held, known = training_state_bytes(graph, optimizer), unit_of(graph)
+    held = training_state_bytes(graph, optimizer)
     while (count := 2 * count) <= min(batch, MOST):
         if batch % count or held > count * limit:
             continue
@@ -93,15 +92,7 @@ def enough_devices(graph: LayerGraph, cluster: Cluster, precision: str, optimize
             parts, small = batch // count, at_batch(graph, equal_size(graph, batch // count))
         except (CaptureError, PlanError):
             parts, small = 1, graph  # what needs all samples at once
-        every = Strategy(count, 1, None, tuple(range(count)))
-        chosen = {
-            name: replace(
-                every if layer.batch is not None or layer.constant else Strategy(),
-                state=STATES[-1] if layer.parameters and layer.batch is not None else STATES[0],
-                saved=SAVED[-1] if name in known else SAVED[0],
-            )
-            for name, layer in small.layers.items()
-        }
+        chosen = data_parallel(small, tuple(range(count)), STATES[-1], SAVED[-1])
         wider = Cluster.of(cluster.devices[0], count, (Link("any", count, 0.0, 1.0),))  # memory is that of any link
         most = max(RooflineCosts(small, wider, precision, optimizer, micro_batches=parts).peaks(chosen))
         if most <= limit:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, product
 from math import prod
 
 from parplan.cluster import Cluster
 from parplan.errors import RuleError
-from parplan.graph.layer_graph import Layer
-from parplan.plan import Strategy
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.repeated import unit_of
+from parplan.lowering.holdings import slices
+from parplan.plan import SAVED, STATES, Strategy
 from parplan.planner.search_space.rules import divisors, r1_batch, r5_axis
 
-__all__ = ["batch_units", "cluster_blocks", "device_blocks", "offers_uneven", "refusals", "spreads", "strategies"]
+__all__ = [
+    "batch_units", "cluster_blocks", "data_parallel", "device_blocks", "offers_uneven", "refusals", "spreads",
+    "strategies",
+]  # fmt: skip
 
 # Up to so many devices blocks have every size; on more, sizes that divide their number, and powers of two.
 EVERY_SIZE = 16
@@ -35,6 +41,21 @@ def device_blocks(count: int, everywhere: bool = False) -> Iterator[tuple[int, .
         starts = range(0, count - size + 1, size) if everywhere else (0,)
         for start in starts:
             yield tuple(range(start, start + size))
+
+
+def data_parallel(graph: LayerGraph, devices: tuple[int, ...], state: str, saved: str) -> dict[str, Strategy]:
+    """Strategies of a plan with a replica of every layer on each device; those that need all samples are on the first.
+
+    Args:
+        state: of layers with parameters that can lie in slices.
+        saved: of layers that can run forward again.
+    """
+    units, found = unit_of(graph), dict[str, Strategy]()
+    for name, layer in graph.layers.items():
+        places = devices if layer.batch is not None or layer.constant else devices[:1]
+        one = Strategy(len(places), 1, None, places, state=state, saved=saved if name in units else SAVED[0])
+        found[name] = one if slices(graph, layer, one) else replace(one, state=STATES[0])
+    return found
 
 
 def cluster_blocks(cluster: Cluster, everywhere: bool = False) -> tuple[tuple[int, ...], ...]:
