@@ -94,6 +94,11 @@ class Exchange:
         return found
 
     @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all parts that it fills."""
+        return sum(map(prod, self.shapes.values())) * self.dtype.itemsize
+
+    @cached_property
     def sent(self) -> Mapping[int, Messages]:
         """Per device, the messages that it sends to others."""
         return self._messages(lambda piece: (piece.source, piece.target))

@@ -22,12 +22,14 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import unit_of
 from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Strategy
+from parplan.runtime.execution import executor
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner, spread
 from tests.runtime.slice_cases import Decoder, trained_in_less_memory
 
 __all__ = [
-    "Crossed", "Staging", "Tower", "collectives_of_a_step", "decoder_in_stages", "on_ranks", "tokens", "trained",
+    "Crossed", "Staging", "Tower", "collectives_of_a_step", "decoder_in_stages", "messages_of_a_step", "on_ranks",
+    "tokens", "trained",
 ]  # fmt: skip
 
 TOKENS, WIDTH = 24, 16
@@ -203,6 +205,8 @@ def on_ranks(rank: int, ranks: int) -> None:
     if ranks == 4:
         for state in STATES:
             trained(Staging(2, 4, 4, state=state), 16)
+    with patch.object(executor, "TOGETHER", 100):  # bytes: two or three micro-batches of an input
+        trained(Staging(ranks, ranks, 7), 7 * ranks, sizes=(7 * ranks, 9 * ranks + 1, 7 * ranks))
 
 
 def collectives_of_a_step(rank: int, ranks: int) -> None:
@@ -215,6 +219,19 @@ def collectives_of_a_step(rank: int, ranks: int) -> None:
             model(*part)[0].backward()
             calls = {name: getattr(dist, name).call_count for name in COLLECTIVES}
         assert calls == {**dict.fromkeys(COLLECTIVES, 0), "all_gather": 2, "broadcast": int(counted)}, calls
+
+
+def messages_of_a_step(rank: int, ranks: int) -> None:
+    """Inputs and results of all micro-batches go together, whatever their number."""
+    sent = []
+    for micro_batches in (4, 8):
+        model = Compiled(Tower(), Staging(ranks, ranks, micro_batches).plan)
+        part = [tensor.tensor_split(ranks)[rank] for tensor in tokens(8 * ranks)]
+        model(*part)[0].backward()
+        with patch.object(dist, "isend", Mock(wraps=dist.isend)) as isend:
+            model(*part)[0].backward()
+            sent.append(isend.call_count)
+    assert sent[1] - sent[0] == 4 * 3, sent  # of every micro-batch, the three values between the stages
 
 
 COLLECTIVES = ("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object_list")

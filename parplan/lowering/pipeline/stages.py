@@ -58,9 +58,9 @@ class Pipeline:
     """
 
     numbers: StageNumbers
-    arrivals: tuple[Forward, ...]
+    arrivals: tuple[Transfer, ...]
     stages: tuple[PipelineStage, ...]
-    deliveries: tuple[Forward, ...]
+    deliveries: tuple[Transfer, ...]
     homes: tuple[str, ...]
     last_reads: Mapping[int, Sequence[str]]
 
@@ -127,7 +127,7 @@ def pipeline(graph: LayerGraph, program: Program) -> Pipeline:
             readers[step.source] = min(stage, readers.get(step.source, stage))
     forward: list[list[Forward]] = [[] for _ in range(numbers.count)]
     backward: list[list[Step]] = [[] for _ in range(numbers.count)]
-    arrivals, deliveries = list[Forward](), list[Forward]()
+    arrivals, deliveries = list[Transfer](), list[Transfer]()
     for step in program.forward:
         if isinstance(step, Compute):
             forward[of[step.layers[0]]].append(step)

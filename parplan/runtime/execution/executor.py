@@ -27,7 +27,11 @@ from parplan.runtime.execution.timeline import Recorder, Span
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Held, Pending, Transport
 
-__all__ = ["Executor", "FreedWeights", "SlotParts", "memory"]
+__all__ = ["Executor", "FreedWeights", "SlotParts", "memory", "start_together"]
+
+TOGETHER = 1 << 20
+"""Bytes up to which messages of one step go as one: smaller ones cost their handling, and larger ones would be copied,
+and hold up the first micro-batch until those of all have arrived."""
 
 
 class Executor:
@@ -233,6 +237,10 @@ class SlotParts:
         with span:
             self._coming[slot].append((self._transport.start(exchange, tensors), span))
 
+    def expect(self, transfer: Transfer, pending: Pending) -> None:
+        """Add what was started for a transfer to the slot it fills, when that is read."""
+        self._coming[transfer.target].append((pending, self._recorder.moving(transfer, False)))
+
     def get(self, slot: str) -> Held:
         """The parts of a slot, after those on their way have arrived."""
         for pending, span in self._coming.pop(slot, ()):
@@ -250,6 +258,26 @@ class SlotParts:
         """Wait for everything that is on its way."""
         for slot in list(self._coming):
             self.get(slot)
+
+
+def start_together(moves: Sequence[tuple[SlotParts, Transfer]], transport: Transport) -> None:
+    """Start transfers of several runs of a program, such as a step's micro-batches, small ones of a value together.
+
+    All processes give them in one order, so that they agree on what goes together.
+    """
+    groups: dict[str, list[list[tuple[SlotParts, Transfer]]]] = defaultdict(list)
+    room: dict[str, int] = defaultdict(int)  # in the last group of a value
+    for parts, transfer in moves:
+        nbytes = transfer.exchange.nbytes
+        if nbytes > room[transfer.target]:
+            groups[transfer.target].append([])
+            room[transfer.target] = TOGETHER
+        groups[transfer.target][-1].append((parts, transfer))
+        room[transfer.target] -= nbytes
+    for group in (group for own in groups.values() for group in own):
+        started = transport.start_together([(t.exchange, parts.get(t.source)) for parts, t in group])
+        for (parts, transfer), pending in zip(group, started, strict=True):
+            parts.expect(transfer, pending)
 
 
 class FreedWeights:

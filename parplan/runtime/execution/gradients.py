@@ -66,19 +66,22 @@ class Gradients:
         self._terms: dict[str, dict[int, list[_Term]]] = defaultdict(lambda: defaultdict(list))
         self._sums: list[_BucketSum] = []
 
-    def take(self, state: State, device: int) -> Tensor | None:
-        """The sum so far of the block that a compute step uses, to be added to in place and given back by `add`."""
-        terms, held = self._terms[state.name][device], state.blocks[device]
-        place = next((n for n, one in enumerate(terms) if one.block == held and one.own and _dense(one.gradient)), None)
-        return None if place is None else terms.pop(place).gradient
+    def known(self, state: State, device: int) -> Tensor | None:
+        """The sum so far of the block that a compute step uses, to which its gradient may be added in place."""
+        held = state.blocks[device]
+        for one in self._terms[state.name][device]:
+            if one.own and one.block == held and _dense(one.gradient):
+                return one.gradient
+        return None
 
     def add(self, state: State, device: int, gradient: Tensor, own: bool) -> None:
         """Take in one compute step's gradient of the block it used; our `own` may be written to."""
-        terms, held, known = self._terms[state.name][device], state.blocks[device], self.take(state, device)
+        terms, held, known = self._terms[state.name][device], state.blocks[device], self.known(state, device)
         with self._transport.on(device):
             if known is not None:  # steps that use a block one after another need no more memory than two of them
-                gradient, own = known.add_(gradient), True
-            elif any(one.block == held for one in terms) and not (own and _dense(gradient)):
+                known.add_(gradient)
+                return
+            if any(one.block == held for one in terms) and not (own and _dense(gradient)):
                 gradient, own = gradient.clone(memory_format=torch.contiguous_format), True
         terms.append(_Term(held, gradient, own))
 

@@ -179,12 +179,12 @@ class Store:
 
     def get(self, state: State, device: int) -> Tensor:
         """The block that a compute step uses on `device`: a view, or a copy in the device's memory."""
-        wanted = self._wanted[id(state), device]
-        if self._is_copied(wanted):
+        wanted, original = self._wanted[id(state), device], self.original(state.name)
+        if wanted.sections or original.device != wanted.where.place:
             copy = self._copies.get(wanted.where)
             assert copy is not None  # refresh() came first
             return copy.tensor
-        original = self.original(state.name).detach()
+        original = original.detach()
         return original if original.shape == wanted.shape else block(original, region_of(wanted.where.block))
 
     def slice(self, name: str, device: int) -> Tensor:

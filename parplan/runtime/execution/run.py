@@ -416,10 +416,12 @@ class Run:
                     'saved "keep"'
                 )
         states = list(zip(step.states, recorded.inputs[len(step.operands) :], strict=True))
-        totals = {state.name: sums.take(state, device) for state, t in states if self._frees and t.requires_grad}
-        for state, tensor in states:
-            if (total := totals.get(state.name)) is not None:
+        added = set[int]()
+        for state, tensor in states if self._frees else ():
+            if tensor.requires_grad and (total := sums.known(state, device)) is not None:
                 tensor.register_hook(total.add_)  # while what it adds is in the cache, and alive alone
+                added.add(id(tensor))
+                self._touched.add(state.name)
         differentiate = partial(torch.autograd.grad, allow_unused=True, retain_graph=not self._frees)
         with self._transport.on(device):
             given: Sequence[Tensor | None] = self._executor.backward_dispatch.apart(differentiate, ends, leaves, pulls)
@@ -431,9 +433,8 @@ class Run:
         for operand, gradient in zip(step.operands, gradients, strict=False):
             if gradient is not None:
                 grads.add(operand.slot, device, gradient)
-        for (state, _), gradient in zip(states, gradients[len(step.operands) :], strict=True):
-            gradient = totals.get(state.name) if gradient is None else gradient  # nothing was added
-            if gradient is not None:
+        for (state, tensor), gradient in zip(states, gradients[len(step.operands) :], strict=True):
+            if gradient is not None and id(tensor) not in added:
                 self._touched.add(state.name)
                 sums.add(state, device, gradient, own=self._frees and counts[memory(gradient)] <= 1)
 

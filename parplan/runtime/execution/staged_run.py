@@ -20,8 +20,8 @@ from torch import Tensor
 from parplan.errors import RuntimeFailure
 from parplan.lowering.micro_batches import Combination, How
 from parplan.lowering.pipeline.orders import Action
-from parplan.lowering.program import Staged
-from parplan.runtime.execution.executor import Executor, SlotParts
+from parplan.lowering.program import Staged, Transfer
+from parplan.runtime.execution.executor import Executor, SlotParts, start_together
 from parplan.runtime.execution.gradients import Gradients
 from parplan.runtime.execution.run import Run
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
@@ -254,14 +254,13 @@ class _Pipelined:
         self._loss = self.pipeline.homes[step.loss]
         self.maker = one.executor.program.slots[self._loss].devices[0]
         self._counts = self._find_counts() if step.rows else None
-        kept = {*one.executor.program.outputs, self._loss, *([self._counts] if self._counts else [])}
+        self._kept = {*one.executor.program.outputs, self._loss, *([self._counts] if self._counts else [])}
         names = tuple(one.executor.store.trainable)
-        self._run = Run(one.executor, tuple(one.inputs), names, kept, once=True, micro_batch=number)
+        self._run = Run(one.executor, tuple(one.inputs), names, self._kept, once=True, micro_batch=number)
         self._parts = self._run.begin(list(one.inputs.values()))
         self._run.reached = one.executor.program.reached({self._loss})
         self._run.last_reads = self.pipeline.last_reads
         self._grads = SlotParts(self.transport, one.executor.recorder)
-        self._run.go_forward(self.pipeline.arrivals, self._parts, record=True)
 
     def _find_counts(self) -> str:
         """Where all that counts in the loss is beside it: its mean reads that.
@@ -303,9 +302,15 @@ class _Pipelined:
             self._run.go_backward(own.backward, self._grads, sums, self._last)
         self._run.take_slices(self._grads, sums)
 
-    def deliver(self) -> None:
-        """Start to hand the results back."""
-        self._run.go_forward(self.pipeline.deliveries, self._parts, record=True)
+    @staticmethod
+    def move(several: Sequence[_Pipelined], transfers: Sequence[Sequence[Transfer]]) -> None:
+        """Start transfers of micro-batches, of each its own."""
+        pairs = [(one, transfer) for one, own in zip(several, transfers, strict=True) for transfer in own]
+        start_together([(one._parts, transfer) for one, transfer in pairs], several[0].transport)
+        for one, transfer in pairs:
+            for slot in one.pipeline.last_reads[id(transfer)]:
+                if slot not in one._kept:
+                    one._parts.drop(slot)
 
     def finish(self) -> list[Tensor | None]:
         """Keep the results; gradients of the inputs."""
@@ -330,6 +335,7 @@ def run_pipeline(step: LossInside) -> tuple[dict[str, Tensor | None], list[list[
     last_stage, weights = max(action.stage for action in step.actions), dict[int, Tensor]()
     closing = [action for action in step.actions if action.stage == last_stage and not action.forward][-1]
     coming: Pending | None = None
+    _Pipelined.move(own, [one.pipeline.arrivals for one in own])
     for action in step.actions:
         one = own[action.micro_batch]
         if action.forward:
@@ -338,8 +344,7 @@ def run_pipeline(step: LossInside) -> tuple[dict[str, Tensor | None], list[list[
         if action.stage == last_stage and (weight := one.weigh()) is not None:
             weights[action.micro_batch] = weight
         if action is closing:
-            for each in own:
-                each.deliver()
+            _Pipelined.move(own, [each.pipeline.deliveries for each in own])
             coming = _start_weights(step, own[-1], weights)
         one.backward(action.stage, sums)
         transport.free_earlier()

@@ -86,6 +86,10 @@ class Transport(ABC):
     def start(self, exchange: Exchange, tensors: Held) -> Pending:
         """Start a movement from the owned source parts to the owned target parts."""
 
+    def start_together(self, moves: Sequence[tuple[Exchange, Held]]) -> Sequence[Pending]:
+        """Start movements of one data type; between two processes they are one message."""
+        return [self.start(*move) for move in moves]
+
     @abstractmethod
     def message(self, name: Hashable, tensors: Sequence[Tensor]) -> Tensor:
         """Contiguous tensors of one owned device as one flat tensor, to be summed; the tensor itself where it is one.

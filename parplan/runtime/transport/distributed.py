@@ -8,6 +8,7 @@ collective ends as a RuntimeFailure that names the step; the group's timeout bou
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -56,8 +57,23 @@ class _Sent:
 
 
 @dataclass
+class _Messages:
+    """Messages on their way to this rank."""
+
+    name: str
+    rank: int
+    works: Sequence[Any]
+
+    def wait(self) -> None:
+        with explained(self.name, self.rank):
+            for work in self.works:
+                work.wait()
+        self.works = ()  # a second wait on gloo would be for another message
+
+
+@dataclass
 class _Receiving:
-    """Messages on their way to this rank, put together when they are first read.
+    """Blocks on their way to this rank, put together when they are first read.
 
     Args:
         blocks: those of messages that are still to arrive, and this rank's own.
@@ -65,16 +81,14 @@ class _Receiving:
 
     transport: DistributedTransport
     exchange: Exchange
-    works: Sequence[Any]
+    messages: _Messages
     blocks: dict[Piece, Tensor]
     parts: Held | None = None
 
     def wait(self) -> Held:
         if self.parts is None:
             rank = self.transport.rank
-            with explained(self.exchange.name, rank):
-                for work in self.works:
-                    work.wait()
+            self.messages.wait()
             self.parts = {}
             plan = self.exchange.assemblies.get(rank)
             if plan is not None:
@@ -184,18 +198,24 @@ class DistributedTransport(Transport):
         group = next((own for own in slices.groups if self.rank in own), None) if slices is not None else None
         if slices is not None and group is not None:
             return self._exchange_slices(exchange, slices, group, tensors[self.rank])
-        sending = self._sending(exchange, tensors)
-        receiving, blocks = self._receiving(exchange)
-        messages = [*sending, *receiving]
-        with explained(exchange.name, self.rank):
+        return self.start_together([(exchange, tensors)])[0]
+
+    def start_together(self, moves: Sequence[tuple[Exchange, Held]]) -> Sequence[Pending]:
+        """Send this rank's blocks, one message to each other rank, and begin to receive what it needs."""
+        sending = self._sending(moves)
+        receiving, blocks = self._receiving([exchange for exchange, _ in moves])
+        messages, name = [*sending, *receiving], ", ".join(dict.fromkeys(exchange.name for exchange, _ in moves))
+        with explained(name, self.rank):
             works = self._begin(messages)
         # One group call (NCCL) gives one work for all; gloo gives one each, and sends need not be waited for here.
         each = len(works) == len(messages)
-        self._sent.append(_Sent(exchange.name, works[: len(sending)] if each else works, sending))
-        for piece in exchange.assemblies[self.rank].pieces if self.rank in exchange.assemblies else ():
-            if piece.source == self.rank:
-                blocks[piece] = block(tensors[self.rank], piece.source_region)
-        return _Receiving(self, exchange, works[len(sending) :] if each else works, blocks)
+        self._sent.append(_Sent(name, works[: len(sending)] if each else works, sending))
+        coming = _Messages(name, self.rank, works[len(sending) :] if each else works)
+        for (exchange, tensors), known in zip(moves, blocks, strict=True):
+            for piece in exchange.assemblies[self.rank].pieces if self.rank in exchange.assemblies else ():
+                if piece.source == self.rank:
+                    known[piece] = block(tensors[self.rank], piece.source_region)
+        return [_Receiving(self, move[0], coming, known) for move, known in zip(moves, blocks, strict=True)]
 
     def _begin(self, messages: Sequence[_Message]) -> Sequence[Any]:
         """Begin to send and receive; on the CPU one by one, as a batch checks each again and does the same."""
@@ -306,22 +326,26 @@ class DistributedTransport(Transport):
     def _peer(self, device: int) -> int:
         return device if self._group is None else dist.get_global_rank(self._group, device)
 
-    def _sending(self, exchange: Exchange, tensors: Held) -> list[_Message]:
-        found = []
-        for target, pieces in exchange.sent.get(self.rank, {}).items():
-            blocks = [block(tensors[self.rank], piece.source_region).reshape(-1) for piece in pieces]
-            # Contiguous memory that nothing writes to before it has left.
-            flat = blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks)
-            found.append((dist.isend, flat, self._peer(target)))
-        return found
+    def _sending(self, moves: Sequence[tuple[Exchange, Held]]) -> list[_Message]:
+        blocks: dict[int, list[Tensor]] = defaultdict(list)  # by the rank that they are for
+        for exchange, tensors in moves:
+            for target, pieces in exchange.sent.get(self.rank, {}).items():
+                blocks[target] += [block(tensors[self.rank], piece.source_region).reshape(-1) for piece in pieces]
+        # Contiguous memory that nothing writes to before it has left.
+        flats = {to: own[0].contiguous() if len(own) == 1 else torch.cat(own) for to, own in blocks.items()}
+        return [(dist.isend, flat, self._peer(target)) for target, flat in flats.items()]
 
-    def _receiving(self, exchange: Exchange) -> tuple[list[_Message], dict[Piece, Tensor]]:
-        """Messages to receive, and the blocks in them."""
-        found, blocks = list[_Message](), dict[Piece, Tensor]()
-        for source, pieces in exchange.received.get(self.rank, {}).items():
-            sizes = [piece.elements for piece in pieces]
-            flat = torch.empty(sum(sizes), dtype=exchange.dtype, device=self._device)
+    def _receiving(self, exchanges: Sequence[Exchange]) -> tuple[list[_Message], list[dict[Piece, Tensor]]]:
+        """Messages to receive, and per exchange the blocks in them."""
+        found, blocks = list[_Message](), [dict[Piece, Tensor]() for _ in exchanges]
+        pieces: dict[int, list[tuple[int, Piece]]] = defaultdict(list)  # by the rank that they come from
+        for number, exchange in enumerate(exchanges):
+            for source, own in exchange.received.get(self.rank, {}).items():
+                pieces[source] += [(number, piece) for piece in own]
+        for source, coming in pieces.items():
+            sizes = [piece.elements for _, piece in coming]
+            flat = torch.empty(sum(sizes), dtype=exchanges[0].dtype, device=self._device)
             found.append((dist.irecv, flat, self._peer(source)))
-            for piece, part in zip(pieces, flat.split(sizes), strict=True):
-                blocks[piece] = part.view(shape_of(piece.source_region))
+            for (number, piece), part in zip(coming, flat.split(sizes), strict=True):
+                blocks[number][piece] = part.view(shape_of(piece.source_region))
         return found, blocks

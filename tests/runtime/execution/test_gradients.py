@@ -56,15 +56,15 @@ def test_a_sum_is_that_of_all_terms(seed: int) -> None:
         torch.testing.assert_close(gradient, before, rtol=0, atol=0)
 
 
-def test_a_sum_that_is_taken_is_ours_to_write_to() -> None:
+def test_a_sum_that_is_known_is_ours_to_write_to() -> None:
     found, state = sums(), State("w", {0: whole_block(SHAPE)})
     given = torch.ones(SHAPE)
     found.add(state, 0, given, own=False)
-    assert found.take(state, 0) is None
+    assert found.known(state, 0) is None
     found.add(state, 0, torch.ones(SHAPE), own=False)
-    total = found.take(state, 0)
+    total = found.known(state, 0)
     assert total is not None
     assert total.data_ptr() != given.data_ptr()
-    found.add(state, 0, total.add_(1), own=True)
+    total.add_(1)
     (whole,) = found.totals(["w"]).values()
     torch.testing.assert_close(whole, torch.full(SHAPE, 3.0))

@@ -15,6 +15,7 @@ from tests.runtime.pipeline_cases import (
     Tower,
     collectives_of_a_step,
     decoder_in_stages,
+    messages_of_a_step,
     on_ranks,
     trained,
 )
@@ -74,6 +75,10 @@ def test_on_ranks(ranks: int) -> None:
 
 def test_collectives_of_a_step() -> None:
     run_case(collectives_of_a_step, 2)
+
+
+def test_messages_of_a_step() -> None:
+    run_case(messages_of_a_step, 2)
 
 
 @pytest.mark.full
