@@ -121,17 +121,16 @@ def decide(
 
 
 def _plans_by_hand(result: Searched, solve: Callable[[Problem], Solution]) -> tuple[Baseline, ...]:
-    """The plans by hand in the plan's micro-batches; data parallel where it is not legal in these, or does not fit, in
-    others. Beside a mesh that alone, as all strategies of a large model take long to formulate."""
+    """The plans by hand, data parallel in as few micro-batches as it fits in. Beside a mesh that alone, as all
+    strategies of a large model take long to formulate."""
     case, plan = result.case, result.found.plan
     if MESHES in result.found.proof.covered:
         return in_fewest_micro_batches(plan, case.cluster, result.sized, solve)
     known = baselines(case.graph, case.cluster, case.costs, result.search.one_pass(), plan, solve)
-    lacking = {one.name for one in known if not one.fits} - {ONE}
-    if plan.micro_batches == 1 or case.cluster.mixed or not lacking:
+    if plan.micro_batches == 1 or case.cluster.mixed:
         return known
     own = {one.name: one for one in in_fewest_micro_batches(plan, case.cluster, result.sized, solve)}
-    return tuple(own.get(one.name, one) if one.name in lacking else one for one in known)
+    return tuple(one if one.name == ONE else own.get(one.name, one) for one in known)
 
 
 def _larger(graph: LayerGraph, cluster: Cluster, request: PlanRequest, micro_batched: MicroBatched | None) -> str:
@@ -239,8 +238,8 @@ def _predicted(
     if timeline is None or (add_up and not needs_simulation(plan, graph)):
         return step
     found = simulated_prediction(step, timeline)
-    peaks = pipeline_peaks(plan, graph, costs) if plan.schedule != SCHEDULES[0] else None
-    return found if peaks is None else replace(found, memory_bytes=peaks)
+    in_stages = plan.schedule != SCHEDULES[0]
+    return replace(found, memory_bytes=pipeline_peaks(plan, graph, costs)) if in_stages else found
 
 
 def _case(

@@ -51,6 +51,7 @@ def profile_graph(profile: LayerProfile, batch: int | None = None) -> LayerGraph
         digraph=digraph,
         layers=_layers(profile, order, batch),
         values={name: TensorSpec((nbytes, 1), torch.uint8, requires_grad=True) for name, nbytes in sizes.items()}
+        | {layer.name: TensorSpec((), torch.float32, requires_grad=True) for layer in profile.layers if _is_loss(layer)}
         | weights,
         producer=producer,
         batch=batch,
@@ -78,9 +79,14 @@ def _parameters(layer: str) -> str:
     return f"parameters of {layer}"
 
 
+def _is_loss(layer: ProfiledLayer) -> bool:
+    """Whether a layer makes one number of all samples, from which the backward begins."""
+    return layer.kind == "loss"
+
+
 def _has_samples(layer: ProfiledLayer) -> bool:
     """Whether the samples can be told apart in what a layer hands on."""
-    return layer.samples is not Samples.NONE and layer.kind != "loss"
+    return layer.samples is not Samples.NONE and not _is_loss(layer)
 
 
 def _scaled_bytes(layer: ProfiledLayer, nbytes: int, profile: LayerProfile, batch: int) -> int:
@@ -104,7 +110,7 @@ def _layers(profile: LayerProfile, order: Sequence[str], batch: int) -> dict[str
     for name, layer in ((name, known[name]) for name in order):
         parameters = (_parameters(name),) if layer.parameter_bytes else ()
         axes = []
-        for cut in () if layer.kind == "loss" else layer.cuts:
+        for cut in () if _is_loss(layer) else layer.cuts:
             dims = dict.fromkeys(parameters, 0)
             if cut.effect is not Effect.OUTPUT:
                 dims.update(dict.fromkeys(inputs[name], cut.takes))

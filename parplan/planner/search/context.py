@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic as now_s
 
+import numpy as np
+
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel, Moments
 from parplan.graph.layer_graph import LayerGraph
@@ -222,14 +224,14 @@ def plain(plan: Plan) -> dict[str, Strategy]:
     return {name: replace(strategy, update_period=None) for name, strategy in plan.layers.items()}
 
 
-def pipeline_peaks(plan: Plan, graph: LayerGraph, costs: CostModel) -> tuple[int, ...] | None:
-    """Peak bytes per device of a plan in pipeline stages: of one micro-batch, and what others in flight have saved.
-
-    None where no more is known than what its layers add up to.
-    """
+def pipeline_peaks(plan: Plan, graph: LayerGraph, costs: CostModel) -> tuple[int, ...]:
+    """Peak bytes per device of a plan in pipeline stages: of one micro-batch, and what others in flight have saved."""
     held = costs.memory_over_step(plan.layers)
-    if held is None:
-        return None
+    if held is None:  # no more is known than what layers add up to
+        held = np.zeros((Moments(len(graph.layers)).end, plan.devices), dtype=np.int64)
+        for name, strategy in plan.layers.items():
+            for one in costs.memory(graph.layers[name], strategy).held:
+                held[one.start : one.end, list(strategy.devices)] += one.nbytes
     numbers, loss = stage_numbers(graph, plan.layers), Moments(len(graph.layers)).loss
     groups, count = len(numbers.groups), numbers.count
     peaks = held.max(axis=0)

@@ -143,9 +143,14 @@ def searched(
     for count in counts.doubled if counts.best is None else ():
         if counts.attempt(count, counts.ways, alike=False):
             break
-    if asked is None and (counts.apart or (counts.several and counts.tight)):
+    if asked is None and (counts.apart or counts.idle or (counts.several and counts.tight)):
         counts.in_stages()
     return counts.found()
+
+
+IDLE = 1.1
+"""Step over the least work of its layers from which stages are compared: with eight micro-batches for each stage, a
+pipeline waits for about so long, and comparing takes longer than all else."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +272,11 @@ class _Counts:
         if self.best is None:
             return False
         return len(stage_numbers(self.best.case.graph, self.best.found.plan.layers).groups) > 1
+
+    @property
+    def idle(self) -> bool:
+        """Whether devices wait for others, or for the links, longer than stages mostly would."""
+        return self.best is not None and self.best.fastest_s > IDLE * self.best.search.least_work_s()
 
     def in_stages(self, groups: int | None = None) -> None:
         """Compare plans in pipeline stages, in numbers of micro-batches that are doubled.

@@ -99,7 +99,7 @@ def fastest_in_stages(search: Formulations, below_s: float, groups: int | None =
             if least_s >= below_s:
                 break
             peaks = pipeline_peaks(plan, case.graph, case.costs)
-            if peaks is None or any(p > d.memory_bytes for p, d in zip(peaks, case.cluster.devices, strict=True)):
+            if any(p > d.memory_bytes for p, d in zip(peaks, case.cluster.devices, strict=True)):
                 continue
             timeline = case.simulated(plan)
             if timeline is not None and timeline.step_s < below_s:

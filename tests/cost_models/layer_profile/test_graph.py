@@ -94,6 +94,29 @@ def test_a_chain_planned_by_hand() -> None:
     assert rivals["pure data parallel"] == pytest.approx(3 + 3 + 20 - 2)
 
 
+def test_stages_by_hand(tmp_path: Path) -> None:
+    """48 s of work on two devices, of which eight micro-batches are 3 s each. Sums of 200 GB would take 200 s; of two
+    stages on each device, one after another, the second waits for one micro-batch of the first: 1.5 s.
+    """
+    layers = [one(name, 1, 0, 50) for name in "abcd"]
+    loss = replace(one("e", 0), kind="loss")
+    path = tmp_path / "net.profile"
+    path.write_text(format_layer_profile(profile(*layers, loss)))
+    found = api.analyze_profile(path, cluster=cluster(2), optimizer="sgd", batch=8)
+    assert (found.plan.schedule, found.plan.micro_batches) == ("1f1b", 8)
+    assert [found.plan.layers[name].devices for name in "abcde"] == [(0,), (1,), (0,), (1,), (1,)]
+    assert found.prediction.step_s == pytest.approx(24 + 1.5)
+    # Weights and gradients of two layers, beside a few bytes of the loss.
+    assert found.prediction.memory_bytes == pytest.approx((200 * GB, 200 * GB), abs=100)
+    rivals = {rival.name: rival for rival in found.baselines}
+    assert rivals["one device"].step_s == pytest.approx(48)
+    # In one micro-batch: what hides the sums is the backward of 12 s without that of the last layer.
+    assert (rivals["pure data parallel"].micro_batches, rivals["pure data parallel"].step_s) == (
+        1,
+        pytest.approx(24 + 200 - 12),
+    )
+
+
 def test_what_is_slow_to_move_stays_on_one_device() -> None:
     decision = decided(profile(one("a", 0.1, 40), one("b", 0.1, 0.001, 20, OUT)), cluster(4))
     assert decision.advice.startswith("Use one device")
