@@ -11,7 +11,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import LISTED_DEVICES, Plan, Scheme, Strategy
 
 __all__ = [
-    "ANY_BLOCK", "BRANCHES", "MESHES", "SHARDED", "SOME_BRANCHES", "STAGES",
+    "ANY_BLOCK", "BRANCHES", "MESHES", "SHARDED", "SOME_BRANCHES", "STAGES", "WIDEST",
     "Alternative", "Arrival", "Baseline", "BatchTried", "ConcurrentBranches", "Decision", "DeviceTrack",
     "LayerReport", "MicroBatchesTried", "Passes", "Phase", "PinPrice", "Pins", "Prediction", "PricedGraph", "Proof",
     "SchemePrice", "Seconds", "Simpler", "Without",
@@ -22,6 +22,7 @@ SOME_BRANCHES = "branches at the same time on blocks that make up the first devi
 SHARDED = "sharded state"
 STAGES = "pipeline stages"
 MESHES = "meshes of equal blocks"
+WIDEST = "layers on one device, or on as many as can share them"
 """Words for shapes of plans that a proof covers (search_space/shape.py)."""
 
 

@@ -82,6 +82,7 @@ class Case:
         deadline: for everything that is searched.
         uneven: replicas may have parts of the batch that differ by one sample.
         fold: repeated blocks that are planned alike.
+        widest: layers are on as many devices as can share them, or on one.
         states, saved: that layers may have (plan.Strategy), as memory asks for them.
         steps_s: seconds of steps that were asked for, by scheme and strategies; of this case alone, as what follows.
         fastest: the simulated step that is fastest so far, by the same.
@@ -95,6 +96,7 @@ class Case:
     progress: Listener | None = None
     uneven: bool = False
     fold: Fold | None = None
+    widest: bool = False
     states: tuple[str, ...] = STATES[:1]
     saved: tuple[str, ...] = SAVED[:1]
     steps_s: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)

@@ -49,7 +49,7 @@ class Formulations:
     def __init__(self, case: Case, asked: Questions) -> None:
         self.case, self.asked = case, asked
         self.costs_s = 0.0
-        known = candidates(asked, case.graph, case.cluster, False, case.uneven, case.fold, case.states, case.saved)
+        known = self._candidates(False, case.uneven)
         given = [own.devices for own in case.request.plan.layers.values()] if case.request.plan is not None else []
         blocks = (one.devices for own in known.values() for one in own)
         self.lanes = followed(case.cluster, (*blocks, *given))
@@ -136,6 +136,12 @@ class Formulations:
         within = None if found.possible is None else formulation.keys(found.possible)
         return Bound(cutoff_s, cutoff_s if found.status is Status.INFEASIBLE else found.bound, within)
 
+    def _candidates(self, anywhere: bool, uneven: bool) -> dict[str, Sequence[Strategy]]:
+        case = self.case
+        return candidates(
+            self.asked, case.graph, case.cluster, anywhere, uneven, case.fold, case.states, case.saved, case.widest
+        )
+
     def _formulated(self, shape: Shape, beyond_s: float, pinned: Pinned, in_time: bool) -> Formulation | None:
         case = self.case
 
@@ -145,9 +151,7 @@ class Formulations:
 
         if not self._formulations:
             case.phase("costs")
-        options: dict[str, Sequence[Strategy]] = candidates(
-            self.asked, case.graph, case.cluster, shape.anywhere, shape.uneven, case.fold, case.states, case.saved
-        )
+        options = self._candidates(shape.anywhere, shape.uneven)
         for name in options.keys() & pinned.allowed.keys():  # in the states that are searched, or pinned
             own = set(pinned.allowed[name])
             options[name] = tuple(one for one in options[name] if one in own)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from parplan.cost_models.optimizers import optimizer_memory
@@ -46,12 +47,12 @@ class Meshed:
     Args:
         whole_s: about what the fastest mesh takes that is of one group, and of no more micro-batches than were asked
             for; inf where none fits, or stages were asked for.
-        without: the fastest meshes that lack something of it.
+        without: gives the fastest meshes that lack something of it.
     """
 
     staged: Staged
     whole_s: float
-    without: tuple[Without, ...]
+    without: Callable[[], tuple[Without, ...]]
 
 
 _LACKING: Mapping[str, Callable[[Mesh], bool]] = {
@@ -107,7 +108,7 @@ def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | No
                 return None
             if max(peaks) <= memory_bytes:
                 whole_s = inf if groups else _whole_s(model, batch, links, asked)
-                without = _without(model, batch, links, allowed, step, int(limit))
+                without = partial(_without, model, batch, links, allowed, step, int(limit))
                 return Meshed(Staged(plan, own.step_s(plan), peaks), whole_s, without)
             limit = int(step.nbytes) - (max(peaks) - memory_bytes)
     except (CaptureError, InfeasiblePlan, PlanError):

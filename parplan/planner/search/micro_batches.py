@@ -24,7 +24,7 @@ from parplan.graph.repeated import fold, units
 from parplan.lowering.micro_batches import equal_size
 from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SAVED, SCHEDULES, STATES
-from parplan.planner.decision import MESHES, SHARDED, STAGES, MicroBatchesTried, PricedGraph, Proof, Without
+from parplan.planner.decision import MESHES, SHARDED, STAGES, WIDEST, MicroBatchesTried, PricedGraph, Proof, Without
 from parplan.planner.search.context import Case, fits, formulated, gathered_together, plain
 from parplan.planner.search.meshes import fastest_mesh
 from parplan.planner.search.select import ANYWHERE, Found, NothingFaster, ShapeSearch
@@ -223,14 +223,15 @@ class _Counts:
         """Whether no plan was found to fit, or memory keeps the best one slow."""
         return self.best is None or self.best.held_up
 
-    def attempt(self, count: int, ways: _Ways, alike: bool = True) -> bool:
+    def attempt(self, count: int, ways: _Ways, alike: bool = True, below_s: float = inf) -> bool:
         """Whether a plan of so many micro-batches fits and is faster than the best one.
 
         Args:
             alike: with equal blocks alike, where they may be; False: apart, where that was not tried.
+            below_s: seconds that its step has to stay below.
         """
         key, several = (count, ways.sharded, ways.replayed), count * self._whole
-        below_s = self.best.fastest_s if self.best is not None else inf
+        below_s = min(below_s, self.best.fastest_s if self.best is not None else inf)
         try:
             search = self._search(count, ways, alike)
             if search is None:
@@ -321,12 +322,9 @@ class _Counts:
         if found is None or self._sized(1) is None:
             return False
         search, whole = (self._searches[n] for n in (found.staged.plan.micro_batches // self._whole, 1))
-        self._take(search, found.staged, whole.least_work_s(), MESHES, found.without)
-        if found.whole_s < NEAR * found.staged.step_s:
-            rows = dict(self._tried)
-            if self.attempt(1, self.ways):  # the mesh is no simpler
-                self._before.clear()
-                self._tried = {key: row for key, row in self._tried.items() if row is not rows.get(key)}
+        self._case, mesh_s = replace(self._case, widest=True), found.staged.step_s
+        if found.whole_s >= NEAR * mesh_s or not self.attempt(1, self.ways, below_s=mesh_s):
+            self._take(search, found.staged, whole.least_work_s(), MESHES, found.without())
         return True
 
     def _take(
@@ -410,8 +408,8 @@ class _Counts:
             gap = 1 - bound_s / proof.objective
             status = (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value
             proof = replace(proof, bound=bound_s, gap=gap, status=status)
-        if any(sharded for _, sharded, _ in self._tried):
-            proof = replace(proof, covered=(*proof.covered, SHARDED))
+        sharded = any(sharded for _, sharded, _ in self._tried)
+        proof = replace(proof, covered=(*proof.covered, *[SHARDED] * sharded, *[WIDEST] * best.case.widest))
         best = replace(best, found=replace(best.found, proof=proof), why_whole=why_whole, sized=self._sized)
         return replace(best, tried=tried if len(tried) > 1 else ())
 

@@ -216,7 +216,8 @@ class _Run:
         )  # fmt: skip
         choices = [formulation.choice(one.plan.layers) for one in known if one.plan is not None]
         choices = [choice for choice in choices if evaluate(free, choice).feasible]
-        found = [self.candidate(formulation, choice, objective(problem, choice)) for choice in choices]
+        may_fit = [choice for choice in choices if evaluate(problem.relaxed, choice).feasible]
+        found = [self.candidate(formulation, choice, objective(problem, choice)) for choice in may_fit]
         if nearest and not any(found):
             lack = [(max(lacking(case, formulation, choice) or [inf]), choice) for choice in choices]
             for nbytes, choice in sorted(lack)[: self.unfit is None]:

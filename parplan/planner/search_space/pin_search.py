@@ -138,12 +138,14 @@ def candidates(
     fold: Fold | None = None,
     states: Collection[str] = STATES[:1],
     saved: Collection[str] = SAVED[:1],
+    widest: bool = False,
 ) -> dict[str, Sequence[Strategy]]:
     """Every strategy that some question allows, per layer, each once; with a fold, of layers that stand for others.
 
     Args:
         states: of which others than "replicated" count where they change anything; else only where they are pinned.
         saved: of which "replay" counts for layers of units; else only in those of which a layer is pinned so.
+        widest: on as many devices as can share a layer, or on one, where no pin says others.
     """
     blocks = pinned_blocks(cluster, questions.whole.pins, everywhere)
     batch = graph.batch or 1
@@ -154,6 +156,8 @@ def candidates(
         leader = first.get(name, name)
         known = free.get(leader)
         free[name] = strategies(graph.layers[name], batch, blocks, uneven=uneven) if known is None else known
+        most = max(len(one.devices) for one in free[name])
+        free[name] = tuple(one for one in free[name] if not widest or len(one.devices) in (1, most))
     every, units = [questions.whole, *questions.parts.values()], unit_of(graph)
     pinned_units = {units[name] for pins in every for name, pin in pins.layers.items() if pin.saved == "replay"}
     found: dict[str, Sequence[Strategy]] = {}

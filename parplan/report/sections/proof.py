@@ -12,6 +12,7 @@ from parplan.planner.decision import (
     SHARDED,
     SOME_BRANCHES,
     STAGES,
+    WIDEST,
     Baseline,
     Decision,
     Proof,
@@ -178,6 +179,8 @@ def conditions(decision: Decision) -> list[str]:
         return ["has as many micro-batches"] * proof.given  # else the bound is of all plans
     if decision.cluster.count > 1 and ANY_BLOCK not in covered:
         wants.append("has its layers on the first devices")
+    if WIDEST in covered:
+        wants.append("has every layer on one of them, or on as many as can share it")
     in_passes = any(one.startswith((Scheme.BROADCAST.value, Scheme.INTERLEAVE.value)) for one in covered)
     if in_passes and Scheme.GATHER.value not in covered:
         wants.append("keeps the scheme that was asked for")

@@ -23,7 +23,7 @@ from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.lowering.program import Program
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import PlanRequest, decide, predict
-from parplan.planner.decision import MESHES
+from parplan.planner.decision import MESHES, WIDEST
 from parplan.planner.search.context import pipeline_peaks
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.verifier import check
@@ -99,6 +99,19 @@ def test_no_slower_than_a_search_over_all_layers() -> None:
     assert MESHES not in without.proof.covered
     assert max(without.prediction.memory_bytes) <= SMALL["memory_bytes"]
     assert found.prediction.step_s < without.prediction.step_s
+
+
+def test_beside_a_mesh_layers_lie_on_one_device_or_as_many_as_can_share_them() -> None:
+    """Where the whole batch is faster, on fast links: the bound is of such plans, as those by hand are."""
+    found = planned(gpus=4, link="nvlink3")
+    assert WIDEST in found.proof.covered
+    assert found.plan.micro_batches == 1
+    assert {len(one.devices) for one in found.plan.layers.values()} <= {1, 4}
+    by_hand = {one.name: one.step_s or 0.0 for one in found.baselines if one.fits}
+    assert {"pure model parallel", "fully sharded, recomputation"} <= {*by_hand}
+    assert found.proof.bound <= found.prediction.step_s <= min(by_hand.values()) * (1 + 1e-6)
+    assert "on one of them, or on as many as can share it" in " ".join(str(found).split())
+    assert found.without == ()
 
 
 def test_plans_by_hand_are_given_plans_in_micro_batches_of_their_own() -> None:

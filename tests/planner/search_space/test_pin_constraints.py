@@ -255,6 +255,16 @@ def test_strict_rules_hold_beside_pins(pins: list[str]) -> None:
     check(decided(graph, cluster, *pins, rules="strict").plan, graph)
 
 
+def test_layers_on_as_many_devices_as_can_share_them_and_where_pins_say() -> None:
+    graph, cluster = perceptron(), cluster_preset(SLOW, 4)
+    asked = pin_questions(read_pins(["0=gpu:0,1"]), graph, cluster)
+    every, widest = (whole(candidates(asked, graph, cluster, False, widest=only)) for only in (False, True))
+    for name, own in every.items():
+        most = max(len(one.devices) for one in own)
+        kept = {one for one in own if len(one.devices) in (1, most)} | ({*asked.whole.allowed.get(name, ())} & {*own})
+        assert kept == {*widest[name]} <= {*own}
+
+
 # ---- inheritance and combination ------------------------------------------------------------------------------------
 
 
