@@ -12,6 +12,7 @@ beside the next forward. That is not searched for; a pin (state:sharded) tries i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -318,7 +319,9 @@ class _Counts:
     def in_meshes(self) -> bool:
         """Whether a mesh of a model of equal blocks fits; where meshes of the whole batch are about as fast, plans of
         it that are none may be faster."""
+        begin = time.perf_counter()
         found = fastest_mesh(self._case, self._sized)
+        self._case.deadline.extend(time.perf_counter() - begin)  # of fixed effort, whatever the clock says
         if found is None or self._sized(1) is None:
             return False
         search, whole = (self._searches[n] for n in (found.staged.plan.micro_batches // self._whole, 1))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,8 @@ from parplan.lowering.program import Program
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.decision import MESHES, WIDEST
-from parplan.planner.search.context import pipeline_peaks
+from parplan.planner.search.context import Case, pipeline_peaks
+from parplan.planner.search.meshes import Meshed, fastest_mesh
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.timeline import Timeline, simulate
@@ -206,6 +208,20 @@ def test_no_step_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parplan.planner.search.context.simulate", watched)
     assert planned.__wrapped__().plan.schedule == "1f1b"
     assert len(seen) == len(set(seen)) > 0
+
+
+def test_the_time_that_meshes_take_is_not_that_of_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[tuple[Case, float, float]]()
+
+    def slow(case: Case, sized: Callable[[int], Case | None]) -> Meshed | None:
+        seen.append((case, case.deadline.left_s(), time.monotonic()))
+        time.sleep(0.5)
+        return fastest_mesh(case, sized)
+
+    monkeypatch.setattr("parplan.planner.search.micro_batches.fastest_mesh", slow)
+    assert MESHES in planned.__wrapped__().proof.covered
+    ((case, left_s, begin),) = seen
+    assert left_s - case.deadline.left_s() < time.monotonic() - begin - 0.5
 
 
 def test_a_mesh_that_fits_is_lowered_and_formulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
