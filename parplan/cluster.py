@@ -194,6 +194,19 @@ class Cluster:
         kinds = {number: changed[id(group.device)] for group in self.groups for number in group.members}
         return replace(self, devices=tuple(kinds[number] for number in range(self.count)))
 
+    @cached_property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """The memory of every device."""
+        return tuple(device.memory_bytes for device in self.devices)
+
+    def has_room(self, peaks: Sequence[float]) -> bool:
+        """Whether no peak, of one for every device, is above the device's memory."""
+        return all(peak <= limit for peak, limit in zip(peaks, self.memory_bytes, strict=True))
+
+    def fullest(self, peaks: Sequence[int]) -> tuple[int, int]:
+        """Of one peak for every device the one that leaves the least room, and the memory of its device."""
+        return max(zip(peaks, self.memory_bytes, strict=True), key=lambda pair: pair[0] / pair[1])
+
     @property
     def overlap(self) -> float:
         """The most of a gradient reduction that can run beside the backward pass: of the level that hides least."""

@@ -132,7 +132,5 @@ def _tried_batches(estimated: Estimated, cluster: Cluster, request: PlanRequest)
 
 def tried_as(batch: int, prediction: Prediction, cluster: Cluster) -> BatchTried:
     """How a batch did; memory is that of the device with the least room left."""
-    limits = [device.memory_bytes for device in cluster.devices]
-    pairs = zip(prediction.memory_bytes, limits, strict=True)
-    needed, limit = max(pairs, key=lambda pair: pair[0] / pair[1])
+    needed, limit = cluster.fullest(prediction.memory_bytes)
     return BatchTried(batch, prediction.step_s, needed, limit, needed <= limit)

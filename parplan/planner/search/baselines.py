@@ -237,8 +237,7 @@ def _baseline(
     # Alone a device has no transfers, and the costs of several devices would have its inputs arrive from all of them.
     peaks = None if habit.alone else costs.peaks(layers)
     peaks = peaks or formulation.device_peaks(formulation.choice(layers), cluster.count)
-    limits = [device.memory_bytes for device in cluster.devices]
-    peak, limit = max(zip(peaks, limits, strict=True), key=lambda pair: pair[0] / pair[1])
+    peak, limit = cluster.fullest(peaks)
     fits = peak <= limit
     parts = [f"R1: {parts_words(plan.micro_batch, count)} samples" for count in uneven_replicas(own_plan, graph)]
     return Baseline(

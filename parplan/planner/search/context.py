@@ -250,7 +250,7 @@ def fits(graph: LayerGraph, cluster: Cluster, costs: CostModel, layers: Mapping[
     if peaks is None:
         alone = formulate(graph, cluster, costs, {name: (own,) for name, own in layers.items()})
         peaks = alone.device_peaks([0] * len(alone.options), cluster.count)
-    return all(peak <= device.memory_bytes for peak, device in zip(peaks, cluster.devices, strict=True))
+    return cluster.has_room(peaks)
 
 
 def followed(cluster: Cluster, blocks: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ def _counted(case: Case, formulation: Formulation, problem: Problem, choice: Seq
     layers, devices = formulation.strategies(choice), case.cluster.devices
     held = case.costs.memory_over_step(layers)
     assert held is not None  # as its peaks are known
-    over = held - np.array([device.memory_bytes for device in devices])
+    over = held - np.array(case.cluster.memory_bytes)
     point, device = (int(place) for place in np.unravel_index(over.argmax(), over.shape))
     resource = next(k for k, lane in enumerate(formulation.shape.lanes) if devices[lane] == devices[device])
     taken, nodes = np.zeros(len(formulation.options)), [*problem.nodes]

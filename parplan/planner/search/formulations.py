@@ -81,7 +81,7 @@ class Formulations:
         Args:
             alike: of plans in which copies of a repeated layer are on the same devices, each of which has room for all.
         """
-        formulation, memories = self.one_pass(), [device.memory_bytes for device in self.case.cluster.devices]
+        formulation, memories = self.one_pass(), self.case.cluster.memory_bytes
         least = 0.0
         for index, options in enumerate(formulation.options):
             fit = [own for own in options if not alike or own.memory.most_bytes <= max(memories)]

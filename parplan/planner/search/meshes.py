@@ -89,7 +89,7 @@ def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | No
         few = with_fewer_blocks(graph, blocks, COPIES)
         model = Model(few, blocks.copies, _held(case), case.request.precision)
         links, known = Links(cluster, by_hand=False), None
-        memory_bytes = limit = min(device.memory_bytes for device in cluster.devices)
+        memory_bytes = limit = min(cluster.memory_bytes)
         for _ in range(TRIES):
             known = _within(model, links, known, limit)
             if known is None:

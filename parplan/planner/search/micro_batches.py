@@ -96,7 +96,7 @@ class Searched:
         formulation, wanted = search.one_pass(), 0.0
         for index, options in enumerate(formulation.options):
             wanted += formulation.times(index) * max(own.memory.most_bytes for own in options)
-        if wanted <= min(device.memory_bytes for device in case.cluster.devices):
+        if wanted <= min(case.cluster.memory_bytes):
             return False
         problem = masked(formulation, search.asked.whole)
         free = replace(problem, limits=(inf,) * len(problem.limits))
@@ -217,7 +217,7 @@ class _Counts:
     def too_large(self) -> bool:
         """Whether no device has room for all weights, gradients and optimizer state."""
         nbytes = training_state_bytes(self._case.graph, self._case.request.optimizer)
-        return nbytes > max(device.memory_bytes for device in self._case.cluster.devices)
+        return nbytes > max(self._case.cluster.memory_bytes)
 
     @property
     def tight(self) -> bool:

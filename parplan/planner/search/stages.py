@@ -99,7 +99,7 @@ def fastest_in_stages(search: Formulations, below_s: float, groups: int | None =
             if least_s >= below_s:
                 break
             peaks = pipeline_peaks(plan, case.graph, case.costs)
-            if any(p > d.memory_bytes for p, d in zip(peaks, case.cluster.devices, strict=True)):
+            if not case.cluster.has_room(peaks):
                 continue
             timeline = case.simulated(plan)
             if timeline is not None and timeline.step_s < below_s:
@@ -148,7 +148,7 @@ def _cut(case: Case, layers: Mapping[str, Strategy], groups: int) -> Iterator[tu
                 continue
             stages = rounds * groups
             flying = [most_in_flight(own, rounds) for own in orders(schedule, groups, stages, count)]
-            limit = min(device.memory_bytes for device in cluster.devices) / rounds
+            limit = min(cluster.memory_bytes) / rounds
             ends = load.ends([flying[k % groups] for k in range(stages)], limit)
             if ends is None:
                 continue

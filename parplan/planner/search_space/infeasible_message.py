@@ -62,8 +62,7 @@ def nearest_to_fitting(cluster: Cluster, step: Prediction, by_hand: Sequence[Bas
     Args:
         by_hand: plans of which one may lack less.
     """
-    limits = [device.memory_bytes for device in cluster.devices]
-    peaks = enumerate(zip(step.memory_bytes, limits, strict=True))
+    peaks = enumerate(zip(step.memory_bytes, cluster.memory_bytes, strict=True))
     tried = [(needed, limit, "", f"device {number}") for number, (needed, limit) in peaks]
     needs = [max(tried, key=lambda one: one[0] - one[1])]
     for own in by_hand:

@@ -172,8 +172,7 @@ def _net(decision: Decision, rows: Sequence[Row], name: str) -> tuple[_Picture, 
 def _peaks(decision: Decision) -> list[tuple[str, str, str, str]]:
     """Every device's predicted peak, equal ones on one line."""
     alike: dict[tuple[int, int], list[int]] = {}
-    limits = [device.memory_bytes for device in decision.cluster.devices]
-    for number, key in enumerate(zip(decision.prediction.memory_bytes, limits, strict=False)):
+    for number, key in enumerate(zip(decision.prediction.memory_bytes, decision.cluster.memory_bytes, strict=True)):
         alike.setdefault(key, []).append(number)
     return [
         (

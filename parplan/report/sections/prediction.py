@@ -84,7 +84,7 @@ def _hidden(step: Prediction) -> str:
 
 def _memory_rows(decision: Decision) -> Iterator[TableRow]:
     """One line per run of devices whose figures read the same."""
-    used, limits = decision.prediction.memory_bytes, [device.memory_bytes for device in decision.cluster.devices]
+    used, limits = decision.prediction.memory_bytes, decision.cluster.memory_bytes
     scale = units.size(used)
     name = "memory"
     for (text, limit), run in groupby(enumerate(used), key=lambda entry: (scale.text(entry[1]), limits[entry[0]])):

@@ -36,9 +36,7 @@ __all__ = [
 def print_baselines(page: Page, decision: Decision) -> None:
     """Print the plan and the baselines under the same costs, then the advice."""
     plan_s = decision.prediction.step_s
-    limits = [device.memory_bytes for device in decision.cluster.devices]
-    pairs = zip(decision.prediction.memory_bytes, limits, strict=False)
-    used, _ = max(pairs, key=lambda pair: pair[0] / pair[1], default=(0, 0))  # where the least room is left
+    used, _ = decision.cluster.fullest(decision.prediction.memory_bytes)
     rows = (Baseline("this plan", plan_s, used, True, micro_batches=decision.plan.micro_batches), *decision.baselines)
     sizes = units.size([one.memory_bytes for one in rows if one.memory_bytes is not None])
     times = units.step(plan_s)
@@ -76,7 +74,7 @@ def baseline_remark(decision: Decision, one: Baseline) -> Styled:
     if one.micro_batches != decision.plan.micro_batches:
         several = f"in {one.micro_batches} micro-batches" if one.micro_batches > 1 else "in one micro-batch"
     if not one.fits:
-        limit = one.limit_bytes or min(device.memory_bytes for device in decision.cluster.devices)
+        limit = one.limit_bytes or min(decision.cluster.memory_bytes)
         why = f": {one.why_not}" if one.why_not else f" in {units.size(limit).text(limit)}"
         return Styled(", ".join(filter(None, (f"does not fit{why}", several))), "red")
     verdict, style = (f"bends {one.bends}", "yellow") if one.bends else (one.why_not, "red")

@@ -70,9 +70,7 @@ def print_verdict(page: Page, decision: Decision) -> None:
 
 def verdict_lines(decision: Decision) -> tuple[VerdictLine, ...]:
     """Advice, speed, fit and proof of the plan, a line each, and the fastest plan where a simpler one is taken."""
-    limits = [device.memory_bytes for device in decision.cluster.devices]
-    pairs = zip(decision.prediction.memory_bytes, limits, strict=False)
-    needed, limit = max(pairs, key=lambda pair: pair[0] / pair[1], default=(0, 1))
+    needed, limit = decision.cluster.fullest(decision.prediction.memory_bytes)
     where = " on the fullest device" if decision.cluster.count > 1 and _used(decision) > 1 else ""
     memory = f"{units.size(needed).text(needed)} of {units.size(limit).text(limit)}{where}"
     memory = f"{memory} ({units.percent(needed / limit)})"
