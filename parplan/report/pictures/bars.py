@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from parplan.planner.decision import Baseline, Decision
+from parplan.planner.decision import Decision
 from parplan.report import units
 from parplan.report.pictures.svg import BROAD, NARROW, Drawing, add, fill
 from parplan.report.pictures.text import shortened, visible
-from parplan.report.sections.proof import baseline_remark
+from parplan.report.sections.proof import baseline_remark, compared_plans
 
 __all__ = ["draw_bars"]
 
@@ -23,7 +23,7 @@ def draw_bars(decision: Decision, width: float = BROAD, name: str = "plans") -> 
     """
     plan_s, narrow = decision.prediction.step_s, width <= NARROW
     left, row = (0.0, 42.0) if narrow else (210.0, 28.0)
-    rows = (Baseline("this plan", plan_s, None, True, micro_batches=decision.plan.micro_batches), *decision.baselines)
+    rows = compared_plans(decision)
     longest = max((one.step_s for one in rows if one.step_s is not None), default=0.0) or 1.0
     scale = units.step(plan_s)
     texts = [scale.text(one.step_s) if one.step_s is not None else "" for one in rows]

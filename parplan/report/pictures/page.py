@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from parplan.planner.decision import Baseline, Decision
+from parplan.planner.decision import Decision
 from parplan.planner.simulation.timeline import Timeline
 from parplan.report import units
 from parplan.report.page import printed
@@ -27,7 +27,7 @@ from parplan.report.pictures.rows import Row, inside, net_rows
 from parplan.report.pictures.svg import BROAD, NARROW, Drawing, theme
 from parplan.report.pictures.text import visible
 from parplan.report.pictures.timeline import CHARACTER, LIGHT, Drawn, block_words, draw_timeline
-from parplan.report.sections.proof import baseline_remark, claim, heading, seconds_text
+from parplan.report.sections.proof import baseline_remark, claim, compared_plans, heading, seconds_text
 from parplan.report.sections.verdict import verdict_lines
 from parplan.report.terminal import render
 
@@ -189,14 +189,7 @@ def _baselines(decision: Decision) -> list[tuple[str, ...]]:
     """This plan and those made by hand: name, step, times this plan's step, memory, remarks."""
     step_s = decision.prediction.step_s
     times, found = units.step(step_s), list[tuple[str, ...]]()
-    own = Baseline(
-        "this plan",
-        step_s,
-        max(decision.prediction.memory_bytes, default=None),
-        True,
-        micro_batches=decision.plan.micro_batches,
-    )
-    for one in (own, *decision.baselines):
+    for one in compared_plans(decision):
         known_s, memory = one.step_s, one.memory_bytes
         found.append(
             (

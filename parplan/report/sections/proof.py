@@ -28,16 +28,15 @@ NAMED = 2
 """Conditions that the verdict names; more are left to the proof."""
 
 __all__ = [
-    "baseline_remark", "claim", "conditions", "heading", "print_baselines", "print_proof", "proven_words",
-    "seconds_text",
+    "baseline_remark", "claim", "compared_plans", "conditions", "heading", "print_baselines", "print_proof",
+    "proven_words", "seconds_text",
 ]  # fmt: skip
 
 
 def print_baselines(page: Page, decision: Decision) -> None:
     """Print the plan and the baselines under the same costs, then the advice."""
     plan_s = decision.prediction.step_s
-    used, _ = decision.cluster.fullest(decision.prediction.memory_bytes)
-    rows = (Baseline("this plan", plan_s, used, True, micro_batches=decision.plan.micro_batches), *decision.baselines)
+    rows = compared_plans(decision)
     sizes = units.size([one.memory_bytes for one in rows if one.memory_bytes is not None])
     times = units.step(plan_s)
 
@@ -59,6 +58,13 @@ def print_baselines(page: Page, decision: Decision) -> None:
     page.table([Column("step"), Column("vs this"), Column("memory")], [*map(row, rows), *lacking])
     page.blank()
     page.paragraph(decision.advice, first="Advice: ", first_style="bold green")
+
+
+def compared_plans(decision: Decision) -> tuple[Baseline, ...]:
+    """This plan and the baselines, with the memory of the device that each leaves the least room on."""
+    step, plan = decision.prediction, decision.plan
+    used, _ = decision.cluster.fullest(step.memory_bytes)
+    return Baseline("this plan", step.step_s, used, True, micro_batches=plan.micro_batches), *decision.baselines
 
 
 def _counted(one: Without) -> Styled:
