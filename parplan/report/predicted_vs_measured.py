@@ -57,7 +57,7 @@ def render_comparison(
     wholes = [line for line in lines if line.part not in (StepPart.LAYER, StepPart.TRANSFER)]
     before = [None if line.predicted is None else line.predicted.forward_s for line in wholes]
     after = [line.measured.forward_s for line in wholes]
-    scale = units.time_column([*after, *(value for value in before if value is not None)])
+    scale = units.time_column([*after, *before])
     page.section("Step", f"times in {scale.unit}; all lines above, and these, add up to the step")
     table = []
     for line, predicted, measured in zip(wholes, before, after, strict=True):
@@ -76,7 +76,7 @@ def _print_lines(page: Page, title: str, rows: Sequence[tuple[ComparedLine, tupl
         measured = line.measured
         forward_s, backward_s = (p.forward_s, p.backward_s) if (p := line.predicted) is not None else (None, None)
         seconds.append([forward_s, measured.forward_s, backward_s, measured.backward_s])
-    scale = units.time_column(value for values in seconds for value in values if value is not None)
+    scale = units.time_column(value for values in seconds for value in values)
     mixed = len({line.source for line, _ in rows}) > 1
     columns = [Column(name) for name in ("forward", "measured", "backward", "measured", "ratio")]
     table = []

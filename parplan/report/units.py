@@ -53,8 +53,13 @@ class Scale:
             return f"<{10**-self.decimals:.{self.decimals}f}"
         return text
 
-    def text(self, value: float) -> str:
-        """The number with its unit: `12.34 ms`, or in a larger unit that it reaches, `1.50 s`; zero is `0 ms`."""
+    def text(self, value: float | None) -> str:
+        """The number with its unit: `12.34 ms`, or in a larger unit that it reaches, `1.50 s`; zero is `0 ms`.
+
+        Empty for None, a figure that is not known.
+        """
+        if value is None:
+            return ""
         own = (time if self.unit.endswith("s") else size)(value)
         if own.size > self.size:
             return own.text(value)
@@ -65,11 +70,11 @@ class Scale:
 
 
 def _scale(
-    values: float | Iterable[float], units: Sequence[tuple[str, float, float]], decimals: Sequence[int]
+    values: float | Iterable[float | None], units: Sequence[tuple[str, float, float]], decimals: Sequence[int]
 ) -> Scale:
     """The first of `units` (name, size, from where on) that the largest reaches; `decimals` below 10, 100, above."""
     listed = (values,) if isinstance(values, int | float) else values
-    largest = max((abs(value) for value in listed if math.isfinite(value)), default=0.0)
+    largest = max((abs(value) for value in listed if value is not None and math.isfinite(value)), default=0.0)
     name, size, _ = next((unit for unit in units if largest >= unit[2]), units[-1])
     shown = largest / size
     return Scale(name, size, decimals[0] if shown < 10 else decimals[1] if shown < 100 else decimals[2])
@@ -80,8 +85,8 @@ _SIZES = (("GiB", GIB, GIB), ("MiB", MIB, MIB), ("KiB", KIB, 0.0))
 _SIZES_COLUMN = (("GiB", GIB, 10 * GIB), *_SIZES[1:])
 
 
-def time_column(values: Iterable[float]) -> Scale:
-    """Scale for a column of times in seconds: small ones keep digits beside large ones."""
+def time_column(values: Iterable[float | None]) -> Scale:
+    """Scale for a column of times in seconds, None where there is none: small ones keep digits beside large ones."""
     return _scale(values, _TIMES, (3, 2, 2))
 
 
@@ -100,7 +105,7 @@ def step(step_s: float) -> Scale:
     return _scale(step_s, _TIMES, (2, 2, 1))
 
 
-def size(values: float | Iterable[float]) -> Scale:
+def size(values: float | Iterable[float | None]) -> Scale:
     """Scale for one size in bytes, or for several that are compared: three digits of the largest."""
     return _scale(values, _SIZES, (2, 1, 0))
 

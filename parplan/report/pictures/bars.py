@@ -26,7 +26,7 @@ def draw_bars(decision: Decision, width: float = BROAD, name: str = "plans") -> 
     rows = compared_plans(decision)
     longest = max((one.step_s for one in rows if one.step_s is not None), default=0.0) or 1.0
     scale = units.step(plan_s)
-    texts = [scale.text(one.step_s) if one.step_s is not None else "" for one in rows]
+    texts = [scale.text(one.step_s) for one in rows]
     remarks = [visible(baseline_remark(decision, one).text) for one in rows]
     said = "; ".join(
         ", ".join(filter(None, (visible(one.name), text, remark)))

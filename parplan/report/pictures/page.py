@@ -190,13 +190,13 @@ def _baselines(decision: Decision) -> list[tuple[str, ...]]:
     step_s = decision.prediction.step_s
     times, found = units.step(step_s), list[tuple[str, ...]]()
     for one in compared_plans(decision):
-        known_s, memory = one.step_s, one.memory_bytes
+        known_s = one.step_s
         found.append(
             (
                 f"{visible(one.name)}{f' ({visible(one.on)})' if one.on else ''}",
-                "" if known_s is None else times.text(known_s),
+                times.text(known_s),
                 "" if known_s is None or step_s <= 0 else f"{known_s / step_s:.2f} x",
-                "" if memory is None else units.size(memory).text(memory),
+                units.size([one.memory_bytes]).text(one.memory_bytes),
                 visible(baseline_remark(decision, one).text, 400),
             )
         )

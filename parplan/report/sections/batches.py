@@ -13,15 +13,14 @@ __all__ = ["print_batches", "print_micro_batches"]
 def print_batches(page: Page, decision: Decision) -> None:
     """Print a line for every batch tried, the chosen one in bold."""
     tried = decision.batches
-    times = units.time_column(one.step_s for one in tried if one.step_s is not None)
-    sizes = units.size([one.memory_bytes for one in tried if one.memory_bytes is not None])
+    times = units.time_column(one.step_s for one in tried)
+    sizes = units.size([one.memory_bytes for one in tried])
 
     def row(one: BatchTried) -> TableRow:
-        step = "" if one.step_s is None else times.text(one.step_s)
+        step = times.text(one.step_s)
         # Digits also where samples per second are few.
         rate = f"{one.samples_per_s:,.0f}" if one.samples_per_s >= 100 else f"{one.samples_per_s:.3g}"
-        memory = "" if one.memory_bytes is None else sizes.text(one.memory_bytes)
-        figures = (f"{one.batch:,}", step, rate if step else "", memory)
+        figures = (f"{one.batch:,}", step, rate if step else "", sizes.text(one.memory_bytes))
         if one.batch == decision.plan.batch:
             return TableRow("", figures, [Styled("chosen", "bold green")], "bold")
         return TableRow("", figures, [Styled("" if one.fits else "does not fit", "red")])
@@ -36,17 +35,15 @@ def print_batches(page: Page, decision: Decision) -> None:
 def print_micro_batches(page: Page, decision: Decision) -> None:
     """Print a line for every number of micro-batches that was compared, the plan's in bold."""
     tried = decision.micro_batches
-    times = units.time_column(one.step_s for one in tried if one.step_s is not None)
-    sizes = units.size([one.memory_bytes for one in tried if one.memory_bytes is not None])
+    times = units.time_column(one.step_s for one in tried)
+    sizes = units.size([one.memory_bytes for one in tried])
 
     def row(one: MicroBatchesTried) -> TableRow:
-        step = times.text(one.step_s) if one.step_s is not None and one.fits else ""
-        memory = "" if one.memory_bytes is None else sizes.text(one.memory_bytes)
         figures = (
             f"{one.count}{', sharded state' * one.sharded}{', recomputation' * one.replayed}{', stages' * one.staged}",
             f"{decision.plan.batch // one.count:,}",
-            step,
-            memory,
+            times.text(one.step_s) if one.fits else "",
+            sizes.text(one.memory_bytes),
         )
         ways = bool(decision.plan.sharded), bool(decision.plan.replayed)
         if (one.count, one.sharded, one.replayed) == (decision.plan.micro_batches, *ways):

@@ -51,16 +51,16 @@ def print_passes(page: Page, passes: Passes) -> None:
     page.section("Passes", f"{narrow}, and all behind them, run once a pass")
     known = [one for one in passes.schemes if one.step_s is not None]
     step_s = next((one.step_s for one in known if one.scheme is passes.taken), None) or 0.0
-    times, sizes = units.step(step_s), units.size([one.memory_bytes for one in known if one.memory_bytes is not None])
+    times, sizes = units.step(step_s), units.size([one.memory_bytes for one in known])
 
     def row(one: SchemePrice) -> TableRow:
         is_taken = one.scheme is passes.taken
         figures = (
             "" if one.step_s is None else str(one.passes),
             "" if one.samples is None else f"{one.samples:,}",
-            "" if one.step_s is None else times.text(one.step_s),
-            "" if one.exposed_transfer_s is None else times.text(one.exposed_transfer_s),
-            "" if one.memory_bytes is None else sizes.text(one.memory_bytes),
+            times.text(one.step_s),
+            times.text(one.exposed_transfer_s),
+            sizes.text(one.memory_bytes),
         )
         remark = Styled(f"not possible: {one.why_not}" if one.why_not else "", "dim")
         return TableRow(f"{one.scheme.value}{' (taken)' * is_taken}", figures, [remark], "bold" if is_taken else "")

@@ -37,14 +37,14 @@ def print_baselines(page: Page, decision: Decision) -> None:
     """Print the plan and the baselines under the same costs, then the advice."""
     plan_s = decision.prediction.step_s
     rows = compared_plans(decision)
-    sizes = units.size([one.memory_bytes for one in rows if one.memory_bytes is not None])
+    sizes = units.size([one.memory_bytes for one in rows])
     times = units.step(plan_s)
 
     def row(one: Baseline) -> TableRow:
         figures = (
-            "" if one.step_s is None else times.text(one.step_s),
+            times.text(one.step_s),
             "" if one.step_s is None or plan_s <= 0 else f"{one.step_s / plan_s:.2f} x",
-            "" if one.memory_bytes is None else sizes.text(one.memory_bytes),
+            sizes.text(one.memory_bytes),
         )
         # The devices, where a baseline uses some kinds only.
         name = f"{one.name} ({one.on})" if one.on else one.name
