@@ -290,6 +290,10 @@ class LayerGraph:
             return spec
         return replace(spec, shape=(*spec.shape[:dim], -(-spec.shape[dim] // passes), *spec.shape[dim + 1 :]))
 
+    def makers(self, layer: Layer) -> list[str]:
+        """The layers that make a layer's inputs, in the order of these; inputs of the model have none."""
+        return [self.producer[value] for value in layer.inputs if value in self.producer]
+
     def consumers(self, value: str) -> tuple[str, ...]:
         """Layers that take `value`, in forward order."""
         return tuple(name for name, layer in self.layers.items() if value in layer.inputs)

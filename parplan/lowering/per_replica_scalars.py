@@ -86,7 +86,7 @@ def _strategy(
         return Strategy(step_setting.ranks, 1, None, tuple(range(step_setting.ranks)))
     feeding, behind = list[str](), list(trailing)
     while behind:
-        makers = [graph.producer[value] for value in graph.layers[behind.pop()].inputs if value in graph.producer]
+        makers = graph.makers(graph.layers[behind.pop()])
         # Where a loss of each sample is computed says nothing about where the samples are.
         inside = [maker for maker in makers if graph.layers[maker].kind in ("loss", "reduce")]
         behind += [maker for maker in inside if maker not in trailing]

@@ -87,7 +87,7 @@ def keeps_apart(layer: Layer) -> bool:
 
 
 def _stage(graph: LayerGraph, layer: Layer, narrow: bool, known: Mapping[str, Stage]) -> Stage:
-    fed_by = {known[graph.producer[value]] for value in layer.inputs if value in graph.producer}
+    fed_by = {known[maker] for maker in graph.makers(layer)}
     if Stage.AFTER in fed_by:
         return Stage.AFTER
     if not keeps_apart(layer):

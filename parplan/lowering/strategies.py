@@ -76,7 +76,7 @@ def _uncut(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Strategy:
 
 
 def _following(graph: LayerGraph, layer: Layer, known: Mapping[str, Strategy], plan: Plan) -> Strategy:
-    makers = [graph.producer[value] for value in layer.inputs if value in graph.producer]
+    makers = graph.makers(layer)
     if layer.constant and not makers:  # cheap, and then there where it is read
         widest = max((strategy.devices for strategy in plan.layers.values()), key=len, default=(0,))
         return Strategy(len(widest), 1, None, widest)

@@ -84,7 +84,7 @@ def layer_reports(
 
     def report(name: str, option: Option, moved_s: float) -> LayerReport:
         layer, strategy = graph.layers[name], plan.layers[name]
-        sources = dict.fromkeys(graph.producer[value] for value in layer.inputs if value in graph.producer)
+        sources = dict.fromkeys(graph.makers(layer))
         return LayerReport(
             name=name,
             kind=layer.kind,

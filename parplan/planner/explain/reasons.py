@@ -102,7 +102,7 @@ def alternatives(formulation: Formulation, choice: Sequence[int], nodes: Sequenc
 def followed(graph: LayerGraph, plan: Plan, name: str) -> str | None:
     """The layer whose layout a layer without weights takes over unchanged."""
     layer = graph.layers[name]
-    source = next((graph.producer[value] for value in layer.inputs if value in graph.producer), None)
+    source = next(iter(graph.makers(layer)), None)
     if layer.parameters or source is None:
         return None
     return source if plan.layers[name].arrangement == plan.layers[source].arrangement else None

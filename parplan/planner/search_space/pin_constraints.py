@@ -193,7 +193,7 @@ def _inherit(layers: Mapping[str, LayerPin], graph: LayerGraph) -> dict[str, Lay
     found: dict[str, LayerPin] = {}
     for name, pin in layers.items():
         # The layer that makes the first input: of those with samples, and not the user.
-        sources = [graph.producer[value] for value in graph.layers[name].inputs if value in graph.producer]
+        sources = graph.makers(graph.layers[name])
         source = next((source for source in sources if not graph.layers[source].constant), None)
         above = found.get(source) if source is not None and pin.devices is None else None
         if above is None or above.devices is None:

@@ -119,7 +119,7 @@ def behind_passes(graph: LayerGraph) -> frozenset[str]:
     """Layers that some plan runs behind its passes: those fed that mix samples, and all behind them."""
     found: set[str] = set()
     for name, layer in graph.layers.items():
-        feeders = {graph.producer[value] for value in layer.inputs if value in graph.producer}
+        feeders = set(graph.makers(layer))
         if feeders & found or (feeders and not keeps_apart(layer)):
             found.add(name)
     return frozenset(found)
@@ -158,7 +158,7 @@ def role_rows(
     ]
     for name in names:
         layer, own = graph.layers[name], options[position[name]]
-        feeders = sorted({position[graph.producer[value]] for value in layer.inputs if value in graph.producer})
+        feeders = sorted({position[maker] for maker in graph.makers(layer)})
         for role in (Stage.PASSES, Stage.AFTER):
             wide = role is Stage.PASSES
             needs = [one.role is role and (not wide or one.strategy.replicas == shape.max_replicas) for one in own]
