@@ -284,9 +284,9 @@ class MemoryModel:
     @cached_property
     def put_together(self) -> list[str]:
         """Results that are put together from all micro-batches: with a loss inside; else the loss takes each one's."""
-        specs = {value: self.graph.values[value] for value in self.graph.user_outputs if isinstance(value, str)}
-        inside = any(spec.requires_grad and spec.shape == () for spec in specs.values())
-        return [v for v in specs if v in self.graph.batch_dims] if inside and self.micro_batches > 1 else []
+        if self.micro_batches == 1 or not self.graph.losses:
+            return []
+        return [v for v in dict.fromkeys(self.graph.user_outputs) if isinstance(v, str) and v in self.graph.batch_dims]
 
     def _trained(self, local: LocalLayer) -> list[str]:
         return [name for name in self._own_parameters(local) if self.graph.values[name].requires_grad]

@@ -55,8 +55,7 @@ def why_not(case: Case) -> str:
 
 def has_loss(graph: LayerGraph) -> bool:
     """Whether training has a loss inside the model, from which the last stage can go back."""
-    results = [graph.values[value] for value in graph.user_outputs if isinstance(value, str)]
-    return graph.training and any(spec.shape == () and spec.requires_grad for spec in results)
+    return graph.training and bool(graph.losses)
 
 
 def why_one_group(case: Case, most: int = SIMULATED) -> str:

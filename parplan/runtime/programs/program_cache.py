@@ -149,8 +149,7 @@ class Captured:
         Raises:
             PlanError: there are several, or another result is a mean over other targets.
         """
-        wanted = dict.fromkeys(value for value in self.graph.user_outputs if isinstance(value, str))
-        found = [v for v in wanted if self.graph.values[v].shape == () and self.graph.values[v].requires_grad]
+        found = self.graph.losses
         if len(found) > 1:
             losses = " and ".join(map(self.graph.label, found))
             raise PlanError(
@@ -160,7 +159,7 @@ class Captured:
         if not found:
             return None
         own = combinations(self.graph)
-        for value in wanted:
+        for value in (value for value in self.graph.user_outputs if isinstance(value, str)):
             if own[value].counts not in (None, own[found[0]].counts):
                 raise PlanError(
                     f"{self.graph.label(value)}: counts other targets than the loss, and micro-batches are weighed by "
