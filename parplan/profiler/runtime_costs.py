@@ -41,7 +41,7 @@ __all__ = ["RuntimeCosts"]
 
 _DEPTHS = (2, 12)
 _WIDTH, _SAMPLES = 128, 32
-_STEPS_S, _LEAST_STEPS, _MOST_STEPS = 0.25, 5, 40
+_ROUNDS, _STEPS_S, _LEAST_STEPS, _MOST_STEPS = 3, 0.25, 5, 40
 
 
 class RuntimeCosts:
@@ -139,14 +139,14 @@ class _Network:
         self._compiled = Compiled(net, lambda graph: self._plan, devices=places, check="off")
         self._gradients = torch.ones_like(self._compiled(self._inputs))
 
-    def step_and_parts(self, parts_s: Callable[[], float] | None = None, rounds: int = 3) -> Measurement:
+    def step_and_parts(self, parts_s: Callable[[], float] | None = None) -> Measurement:
         """Whole steps (`forward_s`) and sums of their parts (`backward_s`), measured in turns; the spread of steps."""
         reference = Reference(self._device)
         times: list[float] = []
         parts, references = [], []
         with one_thread(self._device):
             self._step()
-            for _ in range(rounds):
+            for _ in range(_ROUNDS):
                 references.append(reference_now(reference, self._ranks, 5))
                 steps: list[float] = []
                 while self._ranks.any(

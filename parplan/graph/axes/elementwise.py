@@ -9,9 +9,9 @@ from parplan.graph.axes.row_syntax import Cut, OpAxis
 from parplan.graph.kinds import op_name
 
 __all__ = [
-    "all_but", "along", "class_loss", "columns", "complex_view", "counted", "cross", "element_loss",
-    "filled", "leading", "pair_loss", "pointwise", "reduction", "repeated", "same_dims", "searched", "similarity",
-    "solved",
+    "all_but", "class_loss", "columns", "complex_view", "counted", "cross", "element_loss",
+    "filled", "leading", "looked_up", "pair_loss", "pointwise", "reduction", "repeated", "same_dims", "searched",
+    "similarity", "solved",
 ]  # fmt: skip
 
 
@@ -98,21 +98,17 @@ def similarity(call: Call) -> tuple[OpAxis, ...]:
     return tuple(axes)
 
 
-def along(argument: str) -> Row:
+def looked_up(call: Call) -> tuple[OpAxis, ...]:
     """Maps every dimension of one operand: each element is compared with a list that all parts have whole."""
-
-    def row(call: Call) -> tuple[OpAxis, ...]:
-        names = str(call.name(argument)), *call.outputs
-        return tuple(OpAxis(dict.fromkeys(names, dim)) for dim in range(len(call.shape(argument))))
-
-    return row
+    names = str(call.name("self")), *call.outputs
+    return tuple(OpAxis(dict.fromkeys(names, dim)) for dim in range(len(call.shape("self"))))
 
 
 def searched(call: Call) -> tuple[OpAxis, ...]:
     """`searchsorted` in one list, or in a list for each row: then these rows go with it."""
     lists = call.shape("sorted_sequence")
     if len(lists) == 1 or call["self"] is call["sorted_sequence"] or call["sorter"] is not None:
-        return along("self")(call) if call["sorter"] is None and len(lists) == 1 else ()
+        return looked_up(call) if call["sorter"] is None and len(lists) == 1 else ()
     names = str(call.name("self")), *call.outputs
     rows = [*names, str(call.name("sorted_sequence"))]
     last = len(lists) - 1

@@ -176,11 +176,11 @@ def _is_mask(node: fx.Node) -> bool:
 _Use = tuple[str, int | None, Any]
 
 
-def _along_dim(argument: str, index: str) -> Callable[[Call], list[_Use]]:
+def _along_dim(index: str) -> Callable[[Call], list[_Use]]:
     def uses(call: Call) -> list[_Use]:
         if call["dim"] is None:
-            return [(argument, None, call[index])]
-        return [(argument, call.dim(int(call["dim"]), len(call.shape(argument))), call[index])]
+            return [("self", None, call[index])]
+        return [("self", call.dim(int(call["dim"]), len(call.shape("self"))), call[index])]
 
     return uses
 
@@ -198,11 +198,9 @@ def _by_dimension(call: Call) -> list[_Use]:
 
 _INDEXED: dict[str, Callable[[Call], list[_Use]]] = {
     **dict.fromkeys(("index", "index_put", "unsafe_index", "index_put_impl"), _by_dimension),
-    **dict.fromkeys(
-        ("index_select", "index_add", "index_copy", "index_fill", "index_reduce"), _along_dim("self", "index")
-    ),
-    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _along_dim("self", "index")),
-    "take_along_dim": _along_dim("self", "indices"),
+    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill", "index_reduce"), _along_dim("index")),
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _along_dim("index")),
+    "take_along_dim": _along_dim("indices"),
     "take": lambda call: [("self", None, call["index"])],
     "put": lambda call: [("self", None, call["index"])],
     "embedding": lambda call: [("weight", 0, call["indices"])],

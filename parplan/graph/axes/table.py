@@ -58,7 +58,7 @@ _ROWS: list[tuple[Row, str]] = [
      fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn _fft_c2c _fft_c2r _fft_r2c"""),
     (rows.all_but("dimension"), "unfold"),
     (rows.complex_view, "view_as_complex view_as_real"),
-    (rows.along("self"), "bucketize.Tensor"),
+    (rows.looked_up, "bucketize.Tensor"),
     (rows.searched, "searchsorted.Tensor"),
     (rows.counted, "histc"),
     (rows.leading(2),

@@ -176,7 +176,7 @@ def _draw_axis(words: Element, found: MemoryOverStep, at: tuple[float, float]) -
         text = "forward, loss, backward, update: not to scale in time"
         add(words, "text", text, x=left, y=TOP + PANEL + 18)
         return
-    for at_s, text in ticks(0.0, found.end_s, int(long / APART)):
+    for at_s, text in ticks(found.end_s, int(long / APART)):
         x = left + (long * at_s / found.end_s if found.end_s > 0 else 0)
         add(words, "text", text, x=x, y=TOP + PANEL + 18, text_anchor="middle")
 

@@ -60,7 +60,7 @@ def draw_timeline(
     drawing = Drawing(name, (width, height), title, _description(shown, step_s), HOW)
     root, bottom = drawing.root, TOP + tall - 6
     axis = add(root, "g", font_size=10.5, text_anchor="middle", id=f"{name}-axis", **fill("soft"))
-    for at_s, words in ticks(0.0, step_s, int(long / APART)):
+    for at_s, words in ticks(step_s, int(long / APART)):
         x = left + long * at_s / step_s if step_s > 0 else left
         add(axis, "path", d=f"M{x:.2f} {TOP - 6:g}V{bottom:g}", **line("rule"))
         add(axis, "text", words, x=x, y=TOP - 10)
@@ -175,18 +175,17 @@ def block_words(block: Block) -> str:
     return " · ".join(filter(None, (what, kind, number)))
 
 
-def ticks(start_s: float, end_s: float, wanted: int = 8) -> list[tuple[float, str]]:
-    """Round moments from start to end with their texts.
+def ticks(end_s: float, wanted: int) -> list[tuple[float, str]]:
+    """Round moments from 0 to the end with their texts.
 
-    >>> ticks(0.0, 0.0021, 4)
+    >>> ticks(0.0021, 4)
     [(0.0, '0'), (0.001, '1 ms'), (0.002, '2 ms')]
     """
-    if end_s <= start_s:
-        return [(start_s, "0")]
-    rough = (end_s - start_s) / wanted
+    if end_s <= 0:
+        return [(0.0, "0")]
+    rough = end_s / wanted
     power = 10.0 ** floor(log10(rough))
     apart = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     name, size = next(((n, s) for n, s in (("s", 1.0), ("ms", 1e-3)) if end_s >= s), ("µs", 1e-6))
-    first = -int(-start_s // apart)
-    moments = (apart * number for number in range(first, first + 2 * wanted) if apart * number <= end_s)
+    moments = (apart * number for number in range(2 * wanted) if apart * number <= end_s)
     return [(at_s, f"{at_s / size:.10g} {name}" if at_s else "0") for at_s in moments]
