@@ -27,7 +27,7 @@ from parplan.cost_models.communication.measured_links import BESIDE, MeasuredLin
 from parplan.cost_models.costs import AdaptedCosts, LayerCost, Source, StepCost
 from parplan.cost_models.measurement.optimizer_updates import UpdateTimes
 from parplan.cost_models.measurement.runnable_parts import part_entry
-from parplan.cost_models.profile.records import PartEntry, SessionProfile
+from parplan.cost_models.profile.records import PartEntry, SessionProfile, scale_to_now
 from parplan.cost_models.roofline import DOUBT, RooflineCosts, part_key, part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.layer_graph import Layer, LayerGraph
@@ -125,7 +125,7 @@ class MeasuredCosts(AdaptedCosts):
         self._profiles = dict(sorted(profiles.items()))
         self._numbers = {d for group in fallback.cluster.groups if group.device.kind == kind for d in group.members}
         self._step = step or fallback.step
-        self._scale = partial(_scale, reference_s=reference_s)
+        self._scale = partial(scale_to_now, reference_s=reference_s)
         self._costs: dict[Hashable, LayerCost] = {}
         self._points: dict[tuple[int, str], list[_Point]] = {}
         self._medians: dict[tuple[int, bool], _Ratio | None] = {}
@@ -242,14 +242,14 @@ def step_cost(
     agreement = profile.get(AGREEMENT)
     runtime_s = overhead_s(profile, reference_s)(len(roofline.graph.parameters))
     if agreement is not None:
-        runtime_s += agreement.measurement.forward_s * _scale(agreement.measurement, reference_s)
+        runtime_s += agreement.measurement.forward_s * scale_to_now(agreement.measurement, reference_s)
     return replace(found, overhead_s=runtime_s, batch_norm_s=batch_norm_s(profile, reference_s))
 
 
 def overhead_s(profile: SessionProfile, reference_s: float = 0.0) -> Callable[[int], float]:
     """The runtime's own seconds in a step by the number of parameters: a line through what was measured, else 0."""
     found = [(entry.nbytes, entry.measurement) for entry in profile.family(OVERHEAD)]
-    points = sorted((parameters, own.forward_s * _scale(own, reference_s)) for parameters, own in found)
+    points = sorted((parameters, own.forward_s * scale_to_now(own, reference_s)) for parameters, own in found)
     if not points:
         return lambda parameters: 0.0
     (low, low_s), (high, high_s) = points[0], points[-1]
@@ -263,7 +263,7 @@ def correction(profile: SessionProfile, reference_s: float = 0.0) -> Correction:
     if not found:
         return Correction()
     # Of these the forward time is the whole step, the backward time the sum of the parts, the bytes their number.
-    left_s = median((m.forward_s - m.backward_s) / layers * _scale(m, reference_s) for m, layers in found)
+    left_s = median((m.forward_s - m.backward_s) / layers * scale_to_now(m, reference_s) for m, layers in found)
     factor = median(m.forward_s / m.backward_s for m, _ in found)
     return Correction(left_s, 1.0) if left_s > 0 else Correction(0.0, factor)
 
@@ -273,13 +273,8 @@ def batch_norm_s(profile: SessionProfile, reference_s: float = 0.0) -> float:
     each other, and autograd nodes end and begin around each message. 0 where that was not measured."""
     # Of these the forward time is the whole step, the backward time the predicted one, the bytes the batch norms.
     found = [(entry.measurement, entry.nbytes) for entry in profile.family(BATCH_NORM)]
-    each_s = [(own.forward_s - own.backward_s) / number * _scale(own, reference_s) for own, number in found]
+    each_s = [(own.forward_s - own.backward_s) / number * scale_to_now(own, reference_s) for own, number in found]
     return max(0.0, *each_s) if each_s else 0.0
-
-
-def _scale(measured: Measurement, reference_s: float) -> float:
-    """The reference kernel's time now over then, where both are known."""
-    return reference_s / measured.reference_s if reference_s > 0 and measured.reference_s > 0 else 1.0
 
 
 def profiled_costs(

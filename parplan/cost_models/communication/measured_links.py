@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from parplan.cost_models.profile.records import LinkEntry
+from parplan.cost_models.profile.records import LinkEntry, scale_to_now
 
 __all__ = ["BESIDE", "Curve", "MeasuredLinks"]
 
@@ -49,8 +49,8 @@ class MeasuredLinks:
     def __init__(self, entries: Sequence[LinkEntry], reference_s: float = 0.0) -> None:
         points: dict[tuple[str, int], list[tuple[int, float]]] = {}
         for entry in entries:
-            scale = reference_s / entry.reference_s if reference_s > 0 and entry.reference_s > 0 else 1.0
-            points.setdefault((entry.kind, entry.group), []).append((entry.nbytes, entry.seconds * scale))
+            seconds = entry.seconds * scale_to_now(entry, reference_s)
+            points.setdefault((entry.kind, entry.group), []).append((entry.nbytes, seconds))
         self._curves: dict[tuple[str, int], Curve] = {}
         for key, found in points.items():
             ordered = np.array(sorted(found), dtype=np.float64)

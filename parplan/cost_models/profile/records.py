@@ -9,7 +9,7 @@ from typing import TypeVar
 from parplan.cost_models.sampling import Measurement
 from parplan.fields import counted
 
-__all__ = ["Conditions", "Entry", "EntryGroup", "LinkEntry", "PartEntry", "SessionProfile"]
+__all__ = ["Conditions", "Entry", "EntryGroup", "LinkEntry", "PartEntry", "SessionProfile", "scale_to_now"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,11 @@ class LinkEntry:
     def key(self) -> tuple[str, str, int, int]:
         """Fields that identify the entry under its conditions."""
         return self.backend, self.kind, self.group, self.nbytes
+
+
+def scale_to_now(measured: Measurement | LinkEntry, reference_s: float) -> float:
+    """The reference kernel's time now, `reference_s`, over that when something was measured; 1 where one is unknown."""
+    return reference_s / measured.reference_s if reference_s > 0 and measured.reference_s > 0 else 1.0
 
 
 Entry = TypeVar("Entry", PartEntry, LinkEntry)
