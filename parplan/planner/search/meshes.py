@@ -32,7 +32,7 @@ COPIES = 5
 TRIES = 6
 """Meshes that are laid out, each with less memory than the one before by what that one's plan lacked."""
 
-MOST_DEVICES = 256
+MOST_MESHED = 256
 """Devices up to which meshes are laid out: 70 B parameters take two minutes, and 6 GiB; 405 B on 512 took 15."""
 
 MOST_TASKS = 100_000
@@ -71,7 +71,7 @@ def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | No
         sized: the case at the size of so many micro-batches, counted in those of `case`; None where there is none.
     """
     graph, cluster, asked = case.graph, case.cluster, case.costs.step.micro_batches
-    if why_one_group(case, MOST_DEVICES) or case.fold is None or graph.batch is None or graph.profiled:
+    if why_one_group(case, MOST_MESHED) or case.fold is None or graph.batch is None or graph.profiled:
         return None
     refused, batch = set[int](), asked * graph.batch
     most = MOST_TASKS // len(graph.layers) if has_loss(graph) else 0

@@ -17,7 +17,7 @@ TOP, TALL, FLAT, GAP = 22.0, 24.0, 14.0, 14.0
 HOW = ("Time goes from left to right, and each band is a device: a block is a layer's forward or backward, a transfer "
        "or a gradient sum, in the colours of the legend; a pale one is a wait for what has that colour.")  # fmt: skip
 CHARACTER = 6.1  # of a label, in units of the drawing
-MOST_DEVICES = 24
+MOST_SHOWN = 24
 APART = 80  # between the moments of an axis
 LIGHT = (Kind.FORWARD, Kind.TRANSFER)
 """Kinds in a colour that a dark text can be read on."""
@@ -50,7 +50,7 @@ def draw_timeline(
         width: BROAD, or NARROW with the names of devices above their lanes.
         name: prefix of its ids, unique on a page.
     """
-    (left, long), shown = edges(width), drawn[:MOST_DEVICES]
+    (left, long), shown = edges(width), drawn[:MOST_SHOWN]
     above = 18.0 if width <= NARROW else 0.0
     tall = sum(GAP + above + sum(lane_height(lane) for lane in one.lanes) for one in shown)
     keys = _legend_rows(shown, left, width)
