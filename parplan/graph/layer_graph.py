@@ -291,10 +291,14 @@ class LayerGraph:
         return replace(spec, shape=(*spec.shape[:dim], -(-spec.shape[dim] // passes), *spec.shape[dim + 1 :]))
 
     @property
+    def results(self) -> tuple[str, ...]:
+        """The values among the leaves that the model returns, in order; the others are constants."""
+        return tuple(value for value in self.user_outputs if isinstance(value, str))
+
+    @property
     def losses(self) -> list[str]:
         """Results of the model that it can be trained by: single numbers with a gradient, each once."""
-        results = dict.fromkeys(value for value in self.user_outputs if isinstance(value, str))
-        return [v for v in results if self.values[v].shape == () and self.values[v].requires_grad]
+        return [v for v in dict.fromkeys(self.results) if self.values[v].shape == () and self.values[v].requires_grad]
 
     def makers(self, layer: Layer) -> list[str]:
         """The layers that make a layer's inputs, in the order of these; inputs of the model have none."""

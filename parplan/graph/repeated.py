@@ -206,7 +206,7 @@ def gather_groups(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
         return tuple((name,) for name in graph.layers)  # of a profile's layers nobody knows what they hand on
     names, open_, found = list(graph.layers), set[str](), list[tuple[str, ...]]()
     last = {value: place for place, layer in enumerate(graph.layers.values()) for value in layer.inputs}
-    last |= {value: len(names) for value in graph.user_outputs if isinstance(value, str)}
+    last |= {value: len(names) for value in graph.results}
     alike = fold(graph)
     borders = {k for own in alike.blocks for k in range(own.begin, own.end + 1, own.period)} if alike else set()
     runs, run = list[list[str]](), list[str]()

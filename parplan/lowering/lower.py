@@ -71,7 +71,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
             segments.add(laid.layers[name], one.number)
     assigner.begins.append(len(segments))
     add_once(Stage.AFTER)
-    outputs = tuple(assigner.deliver(value, len(segments)) for value in graph.user_outputs if isinstance(value, str))
+    outputs = tuple(assigner.deliver(value, len(segments)) for value in graph.results)
     updates = {buffer: assigner.deliver(value, len(segments)) for buffer, value in graph.buffer_updates.items()}
     read = {*outputs, *updates.values(), *segments.read}
     read.update(slot for placed in assigner.moves for slot in placed.step.reads)

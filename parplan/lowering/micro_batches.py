@@ -132,7 +132,7 @@ def combinations(graph: LayerGraph) -> Mapping[str, Combination]:
             for node in layer.nodes:
                 known[node.name] = _combined(graph, name, node, known)
     found = {}
-    for value in (value for value in graph.user_outputs if isinstance(value, str)):
+    for value in graph.results:
         own = known.get(value, SAME)
         found[value] = Combination(How.SAMPLES) if value in graph.batch_dims else own
         if found[value].how is How.SAMPLES and value not in graph.batch_dims:

@@ -42,7 +42,7 @@ def spread(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: 
     Raises:
         PlanError: a number that the model returns cannot be computed from a replica's own samples.
     """
-    wanted = [v for v in graph.user_outputs if isinstance(v, str) and graph.values[v].shape == ()]
+    wanted = [v for v in graph.results if graph.values[v].shape == ()]
     if not step_setting.per_replica or not wanted:
         return Spread(graph.layers, strategies, {})
     trailing = _trailing(graph, frozenset(wanted))
@@ -65,7 +65,7 @@ def spread(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: 
 
 def _trailing(graph: LayerGraph, wanted: frozenset[str]) -> frozenset[str]:
     """Layers that do not keep samples apart and lead to nothing but the wanted numbers."""
-    others = {value for value in graph.user_outputs if isinstance(value, str)} - wanted
+    others = set(graph.results) - wanted
     others |= set(graph.buffer_updates.values())
     found: set[str] = set()
     for name, layer in reversed(list(graph.layers.items())):

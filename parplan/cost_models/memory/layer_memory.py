@@ -102,7 +102,7 @@ class MemoryModel:
 
     @cached_property
     def _results(self) -> frozenset[str]:
-        return frozenset(value for value in self.graph.user_outputs if isinstance(value, str))
+        return frozenset(self.graph.results)
 
     def _lifetimes(self, local: LocalLayer) -> Lifetimes:
         return self._replayed if local.strategy.saved == "replay" else self._whole
@@ -286,7 +286,7 @@ class MemoryModel:
         """Results that are put together from all micro-batches: with a loss inside; else the loss takes each one's."""
         if self.micro_batches == 1 or not self.graph.losses:
             return []
-        return [v for v in dict.fromkeys(self.graph.user_outputs) if isinstance(v, str) and v in self.graph.batch_dims]
+        return [v for v in dict.fromkeys(self.graph.results) if v in self.graph.batch_dims]
 
     def _trained(self, local: LocalLayer) -> list[str]:
         return [name for name in self._own_parameters(local) if self.graph.values[name].requires_grad]

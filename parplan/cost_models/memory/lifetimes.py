@@ -136,7 +136,7 @@ class Ops:
 
     def whole(self) -> Segmentation:
         """All layers on one device, with nothing to move."""
-        outputs = {name for name in self.graph.user_outputs if isinstance(name, str) and name in self.makers}
+        outputs = {name for name in self.graph.results if name in self.makers}
         trained = [name for name in sorted(outputs) if self.graph.values[name].requires_grad]
         return Segmentation(dict.fromkeys(range(len(self.order)), 0), {}, trained, known=False)
 

@@ -7,7 +7,7 @@ from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import LossOutside, Prediction
-from parplan.planner.search_space.edges import delivery_layout
+from parplan.planner.search_space.edges import delivered, delivery_layout
 
 __all__ = ["loss_outside"]
 
@@ -19,7 +19,7 @@ def loss_outside(
     plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel, step: Prediction
 ) -> LossOutside | None:
     """What handing out the results takes; None where next to nothing, or where the model has its loss inside."""
-    results = [v for v in dict.fromkeys(graph.user_outputs) if isinstance(v, str) and v in graph.producer]
+    results = delivered(graph)
     wanted = {value: graph.values[value] for value in results if graph.values[value].requires_grad}
     inside = any(spec.shape == () for spec in wanted.values())
     # A layer profile has no module that a loss could be added to.

@@ -38,7 +38,7 @@ from parplan.planner.search_space.shape import Choice, Shape
 from parplan.planner.search_space.step_time.parts import EdgeParts, NodeParts
 from parplan.planner.solver.problem import FloatArray
 
-__all__ = ["TransferReuse", "delivery_layout", "edge_parts", "equal", "reuses", "ties"]
+__all__ = ["TransferReuse", "delivered", "delivery_layout", "edge_parts", "equal", "reuses", "ties"]
 
 MOST_COMBINATIONS = 4096
 """Combinations of the options of a value's readers up to which each may reuse the transfer of any earlier one: with
@@ -214,8 +214,7 @@ def edge_parts(
 
 def delivered(graph: LayerGraph) -> list[str]:
     """Results that layers make, each once."""
-    results = (value for value in dict.fromkeys(graph.user_outputs) if isinstance(value, str))
-    return [value for value in results if value in graph.producer]
+    return [value for value in dict.fromkeys(graph.results) if value in graph.producer]
 
 
 def _edge(

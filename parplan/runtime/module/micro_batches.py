@@ -53,7 +53,6 @@ class Parts:
             whole: the loss is that of all processes' samples.
         """
         graph, found = captured.graph, combinations(captured.graph)
-        values = [value for value in graph.user_outputs if isinstance(value, str)]
         assert captured.loss is not None  # else there is no such step
         own = [sum(sizes) if whole else len(extent) for sizes, extent in zip(self.sizes, self.ranges, strict=True)]
         samples, counts, rows = max(1, sum(own)), found[captured.loss].counts, 0.0
@@ -62,8 +61,8 @@ class Parts:
             rows = prod(shape) / (graph.batch or 1) * samples
         return LossInside(
             self.micro_batches,
-            [(found[value], graph.batch_dims.get(value)) for value in values],
-            values.index(captured.loss),
+            [(found[value], graph.batch_dims.get(value)) for value in graph.results],
+            graph.results.index(captured.loss),
             [size / samples for size in own],
             whole,
             {name: graph.batch_dims.get(name) for name in self.micro_batches[0].inputs},

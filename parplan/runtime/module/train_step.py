@@ -157,7 +157,7 @@ def moments(captured: Captured, staged: Staged | None, periods: Mapping[str, int
 
 def sample_axes(graph: LayerGraph, dim: int) -> tuple[SampleAxis, ...]:
     """The dimensions along which a step's targets may have samples: those of its results, then that of its inputs."""
-    found = [result_axis(graph, value) for value in graph.user_outputs if isinstance(value, str)]
+    found = [result_axis(graph, value) for value in graph.results]
     return tuple(dict.fromkeys([*(axis for axis in found if axis is not None), SampleAxis(dim, 1)]))
 
 
@@ -228,7 +228,7 @@ class StagedStep:
             RuntimeFailure: their loss together is another one.
         """
         graph = self.executor.graph
-        values = [value for value in graph.user_outputs if isinstance(value, str)]
+        values = graph.results
         if any(value not in graph.batch_dims for value in values):
             return
         pairs = zip(*(results for results, _ in parts), strict=True)

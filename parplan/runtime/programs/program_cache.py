@@ -159,7 +159,7 @@ class Captured:
         if not found:
             return None
         own = combinations(self.graph)
-        for value in (value for value in self.graph.user_outputs if isinstance(value, str)):
+        for value in self.graph.results:
             if own[value].counts not in (None, own[found[0]].counts):
                 raise PlanError(
                     f"{self.graph.label(value)}: counts other targets than the loss, and micro-batches are weighed by "
