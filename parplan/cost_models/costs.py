@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -148,12 +149,12 @@ class Moments:
         """When a layer runs forward."""
         return 2 * layer + 1
 
-    @property
+    @cached_property
     def delivery(self) -> int:
         """When the results are delivered."""
         return self.forward(self.layers)
 
-    @property
+    @cached_property
     def loss(self) -> int:
         """When the loss is taken and its gradient begins."""
         return self.delivery + 2
@@ -162,7 +163,7 @@ class Moments:
         """When a layer runs backward; one behind the last stands for the loss."""
         return self.loss + 2 * (self.layers - layer)
 
-    @property
+    @cached_property
     def passed(self) -> int:
         """The point after the last backward."""
         return self.backward(0) + 1

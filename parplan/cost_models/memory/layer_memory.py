@@ -135,7 +135,7 @@ class MemoryModel:
 
     def _kept_bytes(self, local: LocalLayer, parameter: str) -> int:
         """Bytes of what the device keeps of a parameter between steps: its part, or a slice of that."""
-        own, nbytes = slices(self.graph, local.layer, local.strategy).get(parameter), self._nbytes(local, [parameter])
+        own, nbytes = slices(self.graph, local.layer, local.strategy).get(parameter), self._size(local, parameter)
         if own is None:
             return nbytes
         return nbytes // self.graph.values[parameter].shape[own.layout.batch_dim or 0] * max(own.rows)
@@ -143,9 +143,8 @@ class MemoryModel:
     def residents(self, first: int, sizes: Mapping[str, int | IntArray]) -> list[tuple[int, int, IntArray]]:
         """What the parameters that layer `first` is the first to use take with the optimizer's state, and to update
         them: from point to point, on one device or on each, as their `sizes` are."""
-        known = self.graph.values
         stored = np.array(list(sizes.values()), dtype=np.int64)
-        trained = np.array([n for name, n in sizes.items() if known[name].requires_grad], dtype=np.int64)
+        trained = stored[[self.graph.values[name].requires_grad for name in sizes]]
         # The optimizer's temporaries: of the largest parameter, or of all.
         if self.on_cpu:
             update, temporary = self.moments.update(first), self.optimizer.one_by_one * trained.max(axis=0, initial=0)
@@ -329,13 +328,14 @@ class MemoryModel:
 
     def taken(self, local: LocalLayer, names: Iterable[str]) -> int:
         """Bytes that the allocator counts for tensors of these names on the device."""
-        return sum(self.allocated(self._nbytes(local, [name])) for name in names)
+        return sum(self.allocated(self._size(local, name)) for name in names)
 
     def _nbytes(self, local: LocalLayer, names: Iterable[str]) -> int:
-        values = self.graph.values
-        return sum(
-            prod(local_shape(self.graph, local, name)) * values[name].dtype.itemsize for name in names if name in values
-        )
+        return sum(self._size(local, name) for name in names)
+
+    def _size(self, local: LocalLayer, name: str) -> int:
+        value = self.graph.values.get(name)
+        return 0 if value is None else prod(local_shape(self.graph, local, name)) * value.dtype.itemsize
 
 
 def training_state_bytes(graph: LayerGraph, optimizer: str) -> int:

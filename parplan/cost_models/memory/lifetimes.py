@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from parplan.cost_models.costs import Moments
 from parplan.cost_models.ops.op_calls import SLICES, OpCall, Operand, op_calls
@@ -34,8 +35,7 @@ Time = tuple[int, int]
 """A point of the step (cost_models/costs.py: Moments), and the op within its task."""
 
 
-@dataclass(frozen=True)
-class Lifetime:
+class Lifetime(NamedTuple):
     """A tensor from one time to another, both included, of the size that `value` has in `layer`; without a layer, of a
     program's slot of that name."""
 
@@ -103,6 +103,9 @@ class Ops:
         self.order = list(graph.layers)
         self.index = {name: index for index, name in enumerate(self.order)}
         self.moments = Moments(len(self.order))
+        places = [*enumerate(self.index[layer] for layer in self.layers)]
+        self._forward = [(self.moments.forward(index), position) for position, index in places]
+        self._back = [(self.moments.backward(index), 2 * len(self.calls) - position) for position, index in places]
 
     @cached_property
     def run_again(self) -> frozenset[str]:
@@ -124,11 +127,11 @@ class Ops:
 
     def forward(self, position: int) -> Time:
         """When an op runs forward."""
-        return self.moments.forward(self.index[self.layers[position]]), position
+        return self._forward[position]
 
     def back(self, position: int) -> Time:
         """When an op runs backward."""
-        return self.moments.backward(self.index[self.layers[position]]), 2 * len(self.calls) - position
+        return self._back[position]
 
     def gone_back(self, index: int) -> Time:
         """When a layer has gone back."""

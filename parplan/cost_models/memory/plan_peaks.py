@@ -90,7 +90,7 @@ class _Step:
             self.changes[end] -= nbytes
         for point, shares in zip(self._points, self.shares, strict=True):
             if start <= point < end:
-                shares[self._layer] += int(np.broadcast_to(nbytes, self.changes.shape[1:])[self._device])
+                shares[self._layer] += int(nbytes[self._device])
 
     def _segmentation(self) -> Segmentation:
         """The number of layers stands for the caller; a stop on the way to slots is read by whoever reads those."""
@@ -195,12 +195,12 @@ class _Step:
         for name in step.layers:
             layer, begun, self._layer = self._graph.layers[name], self._begun[name], name
             samples = np.repeat(step.batches, step.grid.shards)
-            kinds = np.array([samples, *(last[list(step.grid.devices)] for last in begun.values())])
-            for kind in np.unique(kinds, axis=1).T:
-                here = self._spread(step.grid, (kinds == kind[:, None]).all(axis=0))
-                local = LocalLayer(layer, self._program.strategies[name], 0, max(1, int(kind[0])))
+            kinds = np.array([samples, *(last[list(step.grid.devices)] for last in begun.values())]).T
+            for kind in set(map(tuple, kinds.tolist())):  # a tenth of the time of np.unique
+                here = self._spread(step.grid, (kinds == kind).all(axis=1))
+                local = LocalLayer(layer, self._program.strategies[name], 0, max(1, kind[0]))
                 self._hold(0, self._moments.end, self._model.taken(local, layer.buffers) * here)
-                begins = {parameter: int(last) for parameter, last in zip(begun, kind[1:], strict=True) if last}
+                begins = {parameter: last for parameter, last in zip(begun, kind[1:], strict=True) if last}
                 for one in self._model.by_ops(local, op_calls(self._graph, local), self._lifetimes, begins):
                     self._hold(one.start, one.end, one.nbytes * here)
 

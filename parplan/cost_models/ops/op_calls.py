@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
 from parplan.graph.kinds import op_name
-from parplan.graph.layer_graph import LayerGraph, TensorSpec
+from parplan.graph.layer_graph import LayerGraph, TensorSpec, once_per_graph
 from parplan.graph.local import LocalLayer, local_shape
 
 __all__ = ["SLICES", "VIEWS", "OpCall", "Operand", "op_calls", "total_bytes"]
@@ -53,12 +54,12 @@ class OpCall:
     outputs: tuple[Operand, ...]
     arguments: tuple[Any, ...] = ()
 
-    @property
+    @cached_property
     def differentiated(self) -> bool:
         """Whether the op takes part in the backward pass."""
         return any(out.requires_grad for out in self.outputs)
 
-    @property
+    @cached_property
     def is_view(self) -> bool:
         """Whether the result shares the storage of the first input."""
         return self.op in VIEWS or self.op in SLICES or self.is_idle_dropout
@@ -79,8 +80,20 @@ def total_bytes(operands: Iterable[Operand]) -> int:
 
 
 def op_calls(graph: LayerGraph, local: LocalLayer) -> tuple[OpCall, ...]:
-    """The ops of one device's part of a layer, in execution order."""
+    """The ops of one device's part of a layer, in execution order; made once for all parts of these sizes."""
+    cut = (local.axis.name, local.strategy.shards) if local.axis is not None else None
+    known, key = _known_calls(graph), (local.layer.name, local.batch, cut)
+    if key not in known:
+        known[key] = tuple(_calls(graph, local))
+    return known[key]
 
+
+@once_per_graph
+def _known_calls(graph: LayerGraph) -> dict[object, tuple[OpCall, ...]]:
+    return {}
+
+
+def _calls(graph: LayerGraph, local: LocalLayer) -> Iterator[OpCall]:
     def operands(nodes: Iterable[fx.Node]) -> tuple[Operand, ...]:
         found = []
         for name in (node.name for node in nodes if node.name in graph.values):
@@ -89,8 +102,6 @@ def op_calls(graph: LayerGraph, local: LocalLayer) -> tuple[OpCall, ...]:
             found.append(Operand(local_shape(graph, local, name), spec.dtype, spec.requires_grad, name, state))
         return tuple(found)
 
-    calls = []
     for node in local.layer.nodes:
         results = [node] if node.name in graph.values else [user for user in node.users if op_name(user) == "getitem"]
-        calls.append(OpCall(op_name(node), operands(node.all_input_nodes), operands(results), node.args))
-    return tuple(calls)
+        yield OpCall(op_name(node), operands(node.all_input_nodes), operands(results), node.args)

@@ -53,7 +53,7 @@ def saved_by(call: OpCall, on_cpu: bool = False) -> Saved:
     rule = _RULES.get(call.op, _inputs)
     saved = (CPU_RULES.get(call.op, rule) if on_cpu else rule)(call)
     state = {operand.name for operand in call.inputs if operand.state}
-    return replace(saved, values=saved.values - state)
+    return saved if saved.values.isdisjoint(state) else replace(saved, values=saved.values - state)
 
 
 def _inputs(call: OpCall) -> Saved:
