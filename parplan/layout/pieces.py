@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise, repeat
 from math import prod
 
@@ -177,7 +177,8 @@ def regions(shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | Non
     return found
 
 
-def block_shapes(shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | None = None) -> IntArray:
+@lru_cache(maxsize=1000)
+def block_shapes(shape: tuple[int, ...], layout: Layout, row_sizes: tuple[int, ...] | None = None) -> IntArray:
     """Shapes of the blocks of all devices of the layout, by place, as an array (dimensions, devices)."""
     cut = _Cut.of(shape, layout, row_sizes)
     _, rows, intervals = cut.all_blocks()
@@ -193,12 +194,13 @@ def block_shapes(shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] 
     return total
 
 
+@lru_cache(maxsize=1000)
 def in_place(
-    shape: Sequence[int],
+    shape: tuple[int, ...],
     held: Layout,
     wanted: Layout,
-    held_rows: Sequence[int] | None = None,
-    wanted_rows: Sequence[int] | None = None,
+    held_rows: tuple[int, ...] | None = None,
+    wanted_rows: tuple[int, ...] | None = None,
 ) -> bool:
     """Whether every device of `wanted` already holds its block in `held`."""
     places, dims = _own_places(held.grid, wanted.grid), sorted({*held.cuts, *wanted.cuts})
