@@ -172,7 +172,7 @@ class MemoryModel:
             else:
                 spans.append(_Span(term.time, (last, maxsize), nbytes))
         for position, call in enumerate(calls, ops.first[name]):
-            saved, forward, back = self._saved(local, call, times.shared), ops.forward(position), ops.back(position)
+            saved, forward, back = self._saved(local, call, times.shared), ops.forward[position], ops.back[position]
             intervals = (times.kept_from(name, forward), back), (forward, forward), (back, back)
             amounts = saved.inner_bytes, saved.forward_bytes, saved.backward_bytes
             spans += [_Span(*pair, nbytes) for pair, nbytes in zip(intervals, amounts, strict=True) if nbytes]

@@ -88,6 +88,7 @@ class Ops:
         first: position of every layer's first op.
         makers: position of the op that makes a value.
         saved: the values that autograd keeps for the backward of every op.
+        forward, back: when every op runs forward, and backward.
     """
 
     def __init__(self, graph: LayerGraph, on_cpu: bool) -> None:
@@ -103,9 +104,9 @@ class Ops:
         self.order = list(graph.layers)
         self.index = {name: index for index, name in enumerate(self.order)}
         self.moments = Moments(len(self.order))
-        places = [*enumerate(self.index[layer] for layer in self.layers)]
-        self._forward = [(self.moments.forward(index), position) for position, index in places]
-        self._back = [(self.moments.backward(index), 2 * len(self.calls) - position) for position, index in places]
+        at, end = [self.index[layer] for layer in self.layers], 2 * len(self.calls)
+        self.forward = [(self.moments.forward(index), position) for position, index in enumerate(at)]
+        self.back = [(self.moments.backward(index), end - position) for position, index in enumerate(at)]
 
     @cached_property
     def run_again(self) -> frozenset[str]:
@@ -125,17 +126,9 @@ class Ops:
                 found.add(layer)
         return frozenset(found)
 
-    def forward(self, position: int) -> Time:
-        """When an op runs forward."""
-        return self._forward[position]
-
-    def back(self, position: int) -> Time:
-        """When an op runs backward."""
-        return self._back[position]
-
     def gone_back(self, index: int) -> Time:
         """When a layer has gone back."""
-        return self.back(self.first[self.order[index]])
+        return self.back[self.first[self.order[index]]]
 
     def whole(self) -> Segmentation:
         """All layers on one device, with nothing to move."""
@@ -256,13 +249,13 @@ class Lifetimes:
                 if operand.name not in ops.makers and not operand.state:
                     self.inputs.setdefault(operand.name, layer)
                 root = self.root(self._slot(layer, operand.name))
-                last[root] = ops.forward(position)
+                last[root] = ops.forward[position]
                 if layer in self._run and not operand.state and not self._remade(root, layer):
                     keeper[root] = max(keeper.get(root, (0, 0)), self._done(layer))
             for name in ops.saved[position]:
                 root = self.root(self._slot(layer, name))
                 found = again if self._remade(root, layer) else keeper
-                found[root] = max(found.get(root, (0, 0)), ops.back(position))
+                found[root] = max(found.get(root, (0, 0)), ops.back[position])
         for name in keeper:
             self.kept[ops.layers[ops.makers[name]] if name in ops.makers else self.inputs.get(name)].append(name)
         for name, time in self._segments.leaving.items():
@@ -270,7 +263,7 @@ class Lifetimes:
             last[root] = max(last.get(root, time), time)
         for name, position in ops.makers.items():
             if name not in self._storage:
-                layer, start = ops.layers[position], ops.forward(position)
+                layer, start = ops.layers[position], ops.forward[position]
                 self.stops[name] = max(start, last.get(name, start), keeper.get(name, start))
                 self._add(layer, name, start, self.stops[name])
                 if name in again:
@@ -304,7 +297,7 @@ class Lifetimes:
         # While the layer that makes a gradient runs it has that layer's size, then that of the value's own layer.
         for one in self._all:
             owner = self._maker(one.slot) or one.layer
-            task, tick = self._ops.back(self._ops.first[one.layer]) if one.layer is not None else one.stop
+            task, tick = self._ops.back[self._ops.first[one.layer]] if one.layer is not None else one.stop
             self._add(one.layer, one.value, one.start, min(one.stop, (task, tick)))
             if one.stop > (task, tick):
                 self._add(owner, one.value, (task + 1, 0), one.stop)
@@ -316,7 +309,7 @@ class Lifetimes:
         return self._ops.layers[self._ops.makers[slot]] if slot in self._ops.makers else None
 
     def _go_back(self, position: int) -> None:
-        call, time = self._ops.calls[position], self._ops.back(position)
+        call, time = self._ops.calls[position], self._ops.back[position]
         if not call.differentiated or (call.is_view and call.op not in _OWN_GRADIENT):
             return
         layer = self._ops.layers[position]
@@ -333,7 +326,7 @@ class Lifetimes:
 
     def _give(self, call: OpCall, operand: Operand, position: int, taken: _Gradient | None) -> None:
         """The gradient of one operand: made, handed on, or added to one that is there."""
-        layer, time = self._ops.layers[position], self._ops.back(position)
+        layer, time = self._ops.layers[position], self._ops.back[position]
         segment = self._segment(layer)
         if operand.state:
             # The new term; and the sum, where autograd cannot add to one of the two.

@@ -98,7 +98,7 @@ def _calls(graph: LayerGraph, local: LocalLayer) -> Iterator[OpCall]:
         found = []
         for name in (node.name for node in nodes if node.name in graph.values):
             spec = graph.values[name]
-            state = any(name in known for known in (graph.parameters, graph.buffers, graph.constants))
+            state = name in graph.parameters or name in graph.buffers or name in graph.constants
             found.append(Operand(local_shape(graph, local, name), spec.dtype, spec.requires_grad, name, state))
         return tuple(found)
 
