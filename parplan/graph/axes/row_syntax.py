@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 __all__ = ["Cut", "OpAxis", "Place", "Repeats", "Section", "parse_row", "read_row"]
 
@@ -35,8 +36,7 @@ class Section:
     stop: int
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where an axis lies in one tensor: the dimension, the size of what it is merged behind in it, and its section."""
 
     tensor: str

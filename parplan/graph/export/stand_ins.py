@@ -93,14 +93,14 @@ class _Stay(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `func` without the devices that are missing."""
-        named = dict(kwargs or {})
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.to:
             args = (args[0], *(args[0].device if _is_missing(value) else value for value in args[1:]))
-        if _is_missing(named.get("device")):
-            named["device"] = args[0].device if args and isinstance(args[0], Tensor) else torch.device("cpu")
-        return func(*args, **named)
+        if kwargs and _is_missing(kwargs.get("device")):
+            device = args[0].device if args and isinstance(args[0], Tensor) else torch.device("cpu")
+            kwargs = {**kwargs, "device": device}
+        return func(*args, **(kwargs or {}))
 
 
 def _is_missing(value: Any) -> bool:
