@@ -324,8 +324,8 @@ class _Step:
         return moments.backward(self._first[first - 1]) + 1 if first > 0 else moments.passed
 
     def _reader(self, slot: str) -> int:
-        """The first layer of the first segment that reads a slot."""
-        return self._first.get(min(self._readers[slot]), len(self._index))
+        """The first layer of the first segment that reads a slot; behind the last one, where none does."""
+        return self._first.get(min(self._readers[slot], default=len(self._index)), len(self._index))
 
     def _reading(self, slot: str) -> str:
         """The layer that reads a slot first; of results the last one, "" in a model without layers."""

@@ -310,8 +310,9 @@ def test_the_documented_conversion_of_pipedream_profiles(tmp_path: Path) -> None
     conv = ProfiledLayer("Conv2d.node2", (Times(64, 0.0225, 0.006),), 400, 93184, 400, "conv")
     cut = (AxisCut("out-features", 4096, Effect.OUTPUT),)
     linear = ProfiledLayer("Linear.node3", (Times(64, 0.00175, 0.0035),), 100, 200, 0, "linear", cuts=cut)
-    edges = (ProfileEdge("Conv2d.node2", "Linear.node3"),)
-    assert converted(tmp_path, GRAPH_TXT) == LayerProfile("profile", 64, "one Titan X", (conv, linear), edges)
+    loss = ProfiledLayer("loss", (Times(64, 0, 0),), 4, 0, kind="loss")
+    edges = (ProfileEdge("Conv2d.node2", "Linear.node3"), ProfileEdge("Linear.node3", "loss"))
+    assert converted(tmp_path, GRAPH_TXT) == LayerProfile("profile", 64, "one Titan X", (conv, linear, loss), edges)
 
 
 class Block(nn.Module):

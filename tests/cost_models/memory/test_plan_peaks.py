@@ -179,6 +179,24 @@ def test_layers_that_share_a_parameter_on_two_devices_have_one_gradient_each() -
     assert held[model.moments.backward(0), 1] == 2 * weights + ids_share + hidden + (2 + 1) * result_share
 
 
+class Unread(nn.Linear):
+    """A layer beside an input that none reads."""
+
+    def forward(self, x: torch.Tensor, unread: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+def test_an_input_that_no_layer_reads_is_held() -> None:
+    x, unread = torch.zeros(6, 4), torch.zeros(6, 7)
+    held = []
+    for net, inputs in ((nn.Linear(4, 3), (x,)), (Unread(4, 3), (x, unread))):
+        graph = capture(net, inputs)
+        plan = dict.fromkeys(graph.layers, Strategy(2, 1, None, (0, 1)))
+        model = MemoryModel(graph, "sgd", on_cpu=True)
+        held.append(memory_over_step(model, lower(graph, plan, StepSetting.per_process(2, 6))))
+    assert (held[1] - held[0] == 3 * 7 * 4).all()
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize("name", [network.name for network in NETWORKS])
