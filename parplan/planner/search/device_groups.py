@@ -129,7 +129,8 @@ def placements(
         return sum(cost.forward_s + cost.backward_s for cost in own)
 
     works = [work_s(branch, alone[0]) for branch in phase]
-    fastest = [sum(works) / max(sum(work_s(branch, one) for branch in phase), 1e-300) for one in alone]
+    every_s = [sum(work_s(branch, one) for branch in phase) for one in alone]
+    fastest = [sum(works) / own_s if own_s > 0 else 1.0 for own_s in every_s]  # of branches that only pass on
     speed = {device: fast for group, fast in zip(cluster.groups, fastest, strict=True) for device in group.members}
     seen = set()
     if every:

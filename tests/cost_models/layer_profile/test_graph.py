@@ -33,6 +33,7 @@ from parplan.pins import read_pins
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Decision
+from parplan.planner.search.device_groups import placed
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.pin_constraints import pinned
 from parplan.planner.search_space.strategies import strategies
@@ -115,6 +116,18 @@ def test_stages_by_hand(tmp_path: Path) -> None:
         1,
         pytest.approx(24 + 200 - 12),
     )
+
+
+def test_branches_that_only_pass_on() -> None:
+    """Parts of a result, as PipeDream's profiles have them: they take no time, on no device."""
+    layers = [one("a", 1, 2), *(one(name, 0, 0.5) for name in "bcde"), one("f", 1)]
+    of, devices = profile(*layers, edges="ab ac ad ae bf cf df ef"), cluster(8)
+    graph = profile_graph(of)
+    found = placed([(name,) for name in "bcde"], graph, devices, ProfileCosts(of, graph, devices), every=False)
+    assert found
+    for groups in (dict(one) for one in found):
+        assert groups.keys() == {(name,) for name in "bcde"}
+        assert all(a == b or not {*a} & {*b} for a, b in combinations(groups.values(), 2))
 
 
 def test_what_is_slow_to_move_stays_on_one_device() -> None:
