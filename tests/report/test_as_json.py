@@ -34,6 +34,7 @@ def test_promised_keys(name: str) -> None:
         "covered",
         "alike",
         "simpler",
+        "stages",
     }
     assert set(found["seconds"]) == {"capture", "costs", "solve", "total", "start"}
 

@@ -202,6 +202,7 @@ class _Counts:
         self.best: Searched | None = None
         self._before: list[Searched] = []  # best plans before the best one
         self.why = ""
+        self._stages = "not at all"  # how plans in stages were compared
         self.every = (1,) if self._micro_batched is None else divisors(case.graph.batch or 1)
         self.doubled = [1]
         for count in self.every:
@@ -275,10 +276,15 @@ class _Counts:
             return False
         return len(stage_numbers(self.best.case.graph, self.best.found.plan.layers).groups) > 1
 
+    @cached_property
+    def _least_s(self) -> float:
+        """Seconds that no plan of the whole batch takes less than."""
+        return self._searches[1].least_work_s()
+
     @property
     def idle(self) -> bool:
         """Whether devices wait for others, or for the links, longer than stages mostly would."""
-        return self.best is not None and self.best.fastest_s > IDLE * self.best.search.least_work_s()
+        return self.best is not None and self.best.fastest_s > IDLE * self._least_s
 
     def in_stages(self, groups: int | None = None) -> None:
         """Compare plans in pipeline stages, in numbers of micro-batches that are doubled.
@@ -299,6 +305,8 @@ class _Counts:
         if why:
             return
         least_s = inf if self.best is None else self.best.found.proof.bound
+        if not self._case.deadline.over():
+            self._stages = "by one cut each"
         for count in self.doubled:
             search = self._searches.get(count) or self._search(count, self.ways, alike=True)
             if search is None or self._case.deadline.over():
@@ -326,6 +334,7 @@ class _Counts:
             return False
         search, whole = (self._searches[n] for n in (found.staged.plan.micro_batches // self._whole, 1))
         self._case, mesh_s = replace(self._case, widest=True), found.staged.step_s
+        self._stages = "as counted meshes of equal blocks alone"
         if found.whole_s >= NEAR * mesh_s or not self.attempt(1, self.ways, below_s=mesh_s):
             self._take(search, found.staged, whole.least_work_s(), MESHES, found.without())
         return True
@@ -413,6 +422,9 @@ class _Counts:
             proof = replace(proof, bound=bound_s, gap=gap, status=status)
         sharded = any(sharded for _, sharded, _ in self._tried)
         proof = replace(proof, covered=(*proof.covered, *[SHARDED] * sharded, *[WIDEST] * best.case.widest))
+        pipelined = self._case.request.plan is None and (self._micro_batched is not None or self._whole > 1)
+        if pipelined and not why_not(self._case) and proof.objective > (1 + GAP) * self._least_s:
+            proof = replace(proof, stages=self._stages)
         best = replace(best, found=replace(best.found, proof=proof), why_whole=why_whole, sized=self._sized)
         return replace(best, tried=tried if len(tried) > 1 else ())
 

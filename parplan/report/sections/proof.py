@@ -27,6 +27,9 @@ LEAST = 1e-3
 NAMED = 2
 """Conditions that the verdict names; more are left to the proof."""
 
+NOT_COMPARED = "not at all"
+"""The word of the search for plans that were not compared."""
+
 __all__ = [
     "baseline_remark", "claim", "compared_plans", "conditions", "heading", "print_baselines", "print_proof",
     "proven_words", "seconds_text",
@@ -151,9 +154,17 @@ def claim(decision: Decision) -> str:
     if several and ANY_BLOCK in proof.covered:
         compared.append("plans in passes were compared on the first devices alone")
     if several and not proof.given:
-        states = "in doubled numbers of micro-batches alone" if SHARDED in proof.covered else "not at all"
-        also = states if compared else f"were compared {states}" if SHARDED in proof.covered else "were not compared"
-        compared.append(f"plans with sharded state {also}")
+        kinds = {
+            "with sharded state": "in doubled numbers of micro-batches alone"
+            if SHARDED in proof.covered
+            else NOT_COMPARED
+        }
+        kinds |= {"in stages": proof.stages} if proof.stages else {}
+        if set(kinds.values()) == {NOT_COMPARED}:
+            kinds = {" or ".join(kinds): NOT_COMPARED}
+        for kind, how in kinds.items():
+            first = "were not compared" if how == NOT_COMPARED else f"were compared {how}"
+            compared.append(f"plans {kind} {how if compared else first}")
     if STAGES in proof.covered:
         compared = ["plans in stages were compared by one cut each, and the bound is the least work of all layers"]
     if MESHES in proof.covered:

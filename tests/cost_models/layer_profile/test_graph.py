@@ -39,6 +39,7 @@ from parplan.planner.search_space.pin_constraints import pinned
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.search_space.verifier import check
 from parplan.report import units
+from parplan.report.sections.proof import claim
 from tests.every_case import every_case
 from tests.planner.graphs import perceptron
 from tests.planner.oracle import brute_force
@@ -114,6 +115,19 @@ def test_stages_by_hand(tmp_path: Path) -> None:
     # In one micro-batch: what hides the sums is the backward of 12 s without that of the last layer.
     assert rivals["pure data parallel"].micro_batches == 1
     assert rivals["pure data parallel"].step_s == pytest.approx(24 + 200 - 12)
+    alone = api.analyze_profile(path, cluster=cluster(2), optimizer="sgd", batch=8, stages=1)
+    assert alone.prediction.step_s == pytest.approx(48)
+    assert "plans with sharded state or in stages not at all" in claim(alone)
+
+
+def test_stages_that_are_compared_in_vain_are_told(tmp_path: Path) -> None:
+    """What is between the layers takes longer to move than all work: one device is the fastest of those compared."""
+    path = tmp_path / "net.profile"
+    loss = replace(one("c", 0), kind="loss")
+    path.write_text(format_layer_profile(profile(one("a", 0.1, 40), one("b", 0.1, 0.001, 20), loss)))
+    found = api.analyze_profile(path, cluster=cluster(2), optimizer="sgd", batch=8)
+    assert found.prediction.step_s == pytest.approx(4 * 0.6)
+    assert "plans with sharded state not at all, and plans in stages by one cut each" in claim(found)
 
 
 def test_branches_that_only_pass_on() -> None:
