@@ -132,19 +132,22 @@ def searched(
         counts.in_stages(asked)
         return counts.found()
     counts.attempt(1, _Ways())
+    # Before searches that take longer: a plan in stages cuts those short.
+    if in_stages := asked is None and (counts.apart or counts.idle):
+        counts.in_stages()
     if counts.tight and counts.ways != _Ways():
         counts.attempt(1, counts.ways)
     for count in counts.doubled[1:]:
         if not counts.tight or (not counts.attempt(count, counts.ways) and counts.best is not None):
             break
     half = max((n for n in counts.doubled if n < counts.count), default=1)
-    for count in (n for n in counts.every if half < n < counts.count):
+    for count in (n for n in counts.every if half < n < counts.count and not counts.staged):
         counts.attempt(count, counts.ways)
     # Equal blocks apart only where they fit alike in no number of micro-batches: that takes ten times as long.
     for count in counts.doubled if counts.best is None else ():
         if counts.attempt(count, counts.ways, alike=False):
             break
-    if asked is None and (counts.apart or counts.idle or (counts.several and counts.tight)):
+    if asked is None and not in_stages and (counts.apart or counts.idle or (counts.several and counts.tight)):
         counts.in_stages()
     return counts.found()
 
@@ -285,6 +288,11 @@ class _Counts:
     def idle(self) -> bool:
         """Whether devices wait for others, or for the links, longer than stages mostly would."""
         return self.best is not None and self.best.fastest_s > IDLE * self._least_s
+
+    @property
+    def staged(self) -> bool:
+        """Whether the best plan is in pipeline stages."""
+        return self.best is not None and self.best.found.plan.schedule != SCHEDULES[0]
 
     def in_stages(self, groups: int | None = None) -> None:
         """Compare plans in pipeline stages, in numbers of micro-batches that are doubled.

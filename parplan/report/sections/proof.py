@@ -154,11 +154,8 @@ def claim(decision: Decision) -> str:
     if several and ANY_BLOCK in proof.covered:
         compared.append("plans in passes were compared on the first devices alone")
     if several and not proof.given:
-        kinds = {
-            "with sharded state": "in doubled numbers of micro-batches alone"
-            if SHARDED in proof.covered
-            else NOT_COMPARED
-        }
+        sharded = "in doubled numbers of micro-batches alone" if SHARDED in proof.covered else NOT_COMPARED
+        kinds = {"with sharded state": sharded}
         kinds |= {"in stages": proof.stages} if proof.stages else {}
         if set(kinds.values()) == {NOT_COMPARED}:
             kinds = {" or ".join(kinds): NOT_COMPARED}
