@@ -261,7 +261,8 @@ class SlotParts:
 
 
 def start_together(moves: Sequence[tuple[SlotParts, Transfer]], transport: Transport) -> None:
-    """Start transfers of several runs of a program, such as a step's micro-batches, small ones of a value together.
+    """Start transfers of several runs of a program, such as a step's micro-batches; between processes small ones of a
+    value together.
 
     All processes give them in one order, so that they agree on what goes together.
     """
@@ -269,12 +270,16 @@ def start_together(moves: Sequence[tuple[SlotParts, Transfer]], transport: Trans
     room: dict[str, int] = defaultdict(int)  # in the last group of a value
     for parts, transfer in moves:
         nbytes = transfer.exchange.nbytes
-        if nbytes > room[transfer.target]:
+        if nbytes > room[transfer.target] or transfer.target not in groups or transport.processes == 1:
             groups[transfer.target].append([])
             room[transfer.target] = TOGETHER
         groups[transfer.target][-1].append((parts, transfer))
         room[transfer.target] -= nbytes
     for group in (group for own in groups.values() for group in own):
+        if len(group) == 1:
+            parts, transfer = group[0]
+            parts.start(transfer, parts.get(transfer.source))
+            continue
         started = transport.start_together([(t.exchange, parts.get(t.source)) for parts, t in group])
         for (parts, transfer), pending in zip(group, started, strict=True):
             parts.expect(transfer, pending)
