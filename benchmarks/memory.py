@@ -15,6 +15,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -96,13 +97,19 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison; `devices` processes, each a device."""
+    """One comparison; `devices` processes, each a device; `autocast`: forwards compute in bf16."""
 
     network: Network
     plan: str
     optimizer: str
     devices: int
     micro_batches: int = 1
+    autocast: bool = False
+
+    @property
+    def words(self) -> str:
+        """The plan, and how it is computed."""
+        return f"{self.plan}, autocast" if self.autocast else self.plan
 
 
 @dataclass(frozen=True)
@@ -137,8 +144,17 @@ def cases(devices: int, only: str = "") -> list[Case]:
     every += [
         Case(net, plan, "adam", devices, MICRO_BATCHES) for net in NETWORKS if net.name not in normed for plan in plans
     ]
+    recurrent = {net.name for net in NETWORKS if any(isinstance(m, nn.LSTM) for m in net.build().modules())}
+    every += [  # the CPU has no LSTM in bf16
+        Case(net, plan, "adam", devices, autocast=True)
+        for net in NETWORKS
+        if net.name not in recurrent
+        for plan in plans
+    ]
     return [
-        case for case in every if only in f"{case.network.name} {case.plan} {case.optimizer} {case.micro_batches} parts"
+        case
+        for case in every
+        if only in f"{case.network.name} {case.words} {case.optimizer} {case.micro_batches} parts"
     ]
 
 
@@ -168,16 +184,19 @@ def peaks(case: Case) -> Peaks:
         return Plan(graph.model, graph.fingerprint, batch, case.devices, chosen, micro_batches=several)
 
     compiled = Compiled(net, planner, check="off")
-    compiled.prepare(inputs)
+    casting = partial(torch.autocast, "cpu", torch.bfloat16, enabled=case.autocast)
+    with casting():
+        compiled.prepare(inputs)
     assert compiled._latest is not None  # what was captured
     compiled._latest.mean_loss = True  # so that the first step need not compare the loss of two micro-batches
-    with torch.no_grad():
+    with torch.no_grad(), casting():
         compiled(inputs)
     optimizer = OPTIMIZERS[case.optimizer](net)
 
     def go_back() -> None:
-        results = compiled(inputs)  # held, as most training loops do
-        cross_entropy(results, targets).backward()
+        with casting():
+            results = compiled(inputs)  # held, as most training loops do
+        cross_entropy(results.float() if case.autocast else results, targets).backward()
 
     def step() -> None:
         for _ in range(2):
@@ -218,7 +237,7 @@ def measure(devices: int, only: str = "") -> list[Figures]:
 
 
 def _figures(case: Case, known: Sequence[Peaks]) -> list[Figures]:
-    words, predicted = (case.network.name, case.plan, case.optimizer, case.devices), known[0].predicted_bytes
+    words, predicted = (case.network.name, case.words, case.optimizer, case.devices), known[0].predicted_bytes
     return [
         Figures(*words, device, predicted[device], own.measured_bytes, case.micro_batches)
         for device, own in enumerate(known)
@@ -226,14 +245,14 @@ def _figures(case: Case, known: Sequence[Peaks]) -> list[Figures]:
 
 
 HEAD = (
-    f"{'network':20} {'plan':14} {'parts':>5} {'optimizer':9} {'device':>6} {'predicted':>12} {'measured':>12} "
+    f"{'network':20} {'plan':25} {'parts':>5} {'optimizer':9} {'device':>6} {'predicted':>12} {'measured':>12} "
     f"{'ratio':>6}"
 )
 
 
 def _line(figures: Figures) -> str:
     return (
-        f"{figures.network:20} {figures.plan:14} {figures.micro_batches:5} {figures.optimizer:9} {figures.device:6} "
+        f"{figures.network:20} {figures.plan:25} {figures.micro_batches:5} {figures.optimizer:9} {figures.device:6} "
         f"{figures.predicted_bytes / 2**20:8.2f} MiB "
         f"{figures.measured_bytes / 2**20:8.2f} MiB {figures.ratio:6.3f}"
     )

@@ -96,6 +96,7 @@ def analyze(
         ParplanError: the model cannot be captured, no plan fits, an unknown preset, a cluster file with mistakes.
     """
     from parplan.graph.capture.capture import capture
+    from parplan.graph.export.autocast import autocast_as
     from parplan.planner.request import PlanOptions
     from parplan.pricing import Pricing
     from parplan.report.analysis import Analysis
@@ -105,16 +106,15 @@ def analyze(
         raise ParplanError(f'batch is {batch!r}; it is "auto", or left out: then the example inputs have the batch')
     if batch and measure:
         raise ParplanError(
-            "--batch auto compares many batches, and --measure would have to time them all; choose the batch first, "
-            "then measure at it"
+            "--batch auto compares many batches, and --measure would time them all; choose one first, then measure it"
         )
     model, kwargs = _with_loss(model, kwargs, loss, targets)
     found = _cluster(options)
     if progress is not None:
         progress.phase("capture")
-    graph = capture(model, _arguments(example_inputs), kwargs)
-    graph = replace(graph, model=name or graph.model)
-    captured_s = time.perf_counter() - started
+    with autocast_as(options.precision, model):
+        graph = capture(model, _arguments(example_inputs), kwargs)
+    graph, captured_s = replace(graph, model=name or graph.model), time.perf_counter() - started
     request = options.request(notes=(*notes, *found.notes), capture_s=captured_s, started=started)
     pricing = Pricing(found.cluster, request, found.device, measure, progress)
     return Analysis.of(pricing.decided(graph) if batch is None else pricing.decided_at_best_batch(graph))

@@ -75,9 +75,10 @@ class RooflineCosts:
     Args:
         graph: the captured model, at the whole batch or the size of a micro-batch.
         cluster: where it is to run.
-        precision: what float32 products are computed in: "fp32", "tf32", or "fp16" or "bf16" under autocast (bytes
-            stay those of the captured types, which overstates autocast's traffic). Other types compute in their own.
-            With "fp32" convolutions are in TF32 where a device has it, as torch computes them by default.
+        precision: what float32 products are computed in: "fp32", "tf32", or "fp16" or "bf16" under autocast (of a graph
+            that was captured without it bytes stay those of the captured types, which overstates the traffic). Other
+            types compute in their own. With "fp32" convolutions are in TF32 where a device has it, as torch computes
+            them by default.
         optimizer: whose state the memory includes.
         links: measured communication, in place of the cluster's rates.
         micro_batches: of a step, if the graph is at the size of one of them.
@@ -244,17 +245,18 @@ class RooflineCosts:
         gather_s = scatter_s = 0.0
         for name, own in slices(self.graph, layer, strategy).items():
             value = self.graph.values[name]
+            sent = replace(value, dtype=self.graph.read_as.get(name, value.dtype))  # gradients in the parameter's type
             if self.transfers.links is None and equal_slices(own.layout, own.rows) is not None:
-                there_s = self.transfers.all_reduce(own.layout.grid, value.nbytes // own.layout.grid.shards) / 2
-                back_s = there_s if value.requires_grad else 0.0
+                grid = own.layout.grid
+                there_s, back_s = (self.transfers.all_reduce(grid, v.nbytes // grid.shards) / 2 for v in (sent, value))
             else:
-                moved = self.transfer(value, own.layout, layer.layout(name, strategy))
-                there_s, back_s = moved.forward_s, moved.backward_s
-            gather_s, scatter_s = gather_s + there_s, scatter_s + back_s
+                layouts = own.layout, layer.layout(name, strategy)
+                there_s, back_s = self.transfer(sent, *layouts).forward_s, self.transfer(value, *layouts).backward_s
+            gather_s, scatter_s = gather_s + there_s, scatter_s + (back_s if value.requires_grad else 0.0)
         return gather_s, scatter_s
 
     def _seconds(self, kernel: Kernel, device: Device) -> float:
-        precision = PRECISIONS.get(kernel.dtype, self.precision)
+        precision = PRECISIONS.get(kernel.dtype, self.precision if self.graph.autocast is None else "fp32")
         if kernel.engine is Engine.CONV and precision == "fp32" and "tf32" in device.flops_per_s:
             precision = "tf32"  # torch.backends.cudnn.allow_tf32 is on by default, ...cuda.matmul.allow_tf32 is off
         return kernel_seconds(kernel, device, rate_of(device.flops_per_s, precision), efficiency(device, precision))
@@ -284,7 +286,15 @@ def precision_notes(graph: LayerGraph, cluster: Cluster, precision: str, optimiz
     """Notes on the types that products are priced in, and on those of the optimizer's state."""
     types = {graph.values[name].dtype for name in graph.parameters}
     notes, has_tf32 = list(rate_notes(cluster, precision)), any("tf32" in d.flops_per_s for d in cluster.devices)
-    if precision == "fp32" and torch.float32 in types and has_tf32:
+    if graph.autocast is not None:
+        bytes_each = torch.float32.itemsize * (2 + optimizer_memory(optimizer).states)
+        notes.append(
+            f"Priced as under torch.autocast to {PRECISIONS[graph.autocast]}, under which the model has to be called: "
+            f"parameters, gradients and the optimizer's state stay float32 ({bytes_each} bytes per parameter), and "
+            f"{len(graph.read_as)} of {len(graph.parameters)} parameters are cast for every use, before they are "
+            "gathered where they lie in slices."
+        )
+    elif precision == "fp32" and torch.float32 in types and has_tf32:
         convolutions = any(layer.kind == "conv" for layer in graph.layers.values())
         notes.append(
             f"fp32 as torch computes it by default: {'convolutions in TF32, ' * convolutions}matrix products not in "

@@ -29,7 +29,7 @@ from parplan.graph.axes.sample_indices import SampleIndex
 from parplan.layout import Layout, Sections
 from parplan.plan import Strategy
 
-__all__ = ["Axis", "Constant", "Layer", "LayerGraph", "TensorSpec", "Unplaced", "once_per_graph"]
+__all__ = ["CASTS", "Axis", "Constant", "Layer", "LayerGraph", "TensorSpec", "Unplaced", "cast_name", "once_per_graph"]
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -255,6 +255,32 @@ class LayerGraph:
         return found
 
     @cached_property
+    def read_as(self) -> Mapping[str, torch.dtype]:
+        """The narrower type that every reader of a parameter converts it to, itself or by autocast, by placeholder;
+        parameters that are read as they are are left out."""
+        found: dict[str, set[torch.dtype]] = {}
+        for node in (node for layer in self.layers.values() for node in layer.nodes):
+            for name in (operand.name for operand in node.all_input_nodes if operand.name in self.parameters):
+                own = node.meta["val"].dtype if node.target in _CONVERSIONS else self.values[name].dtype
+                found.setdefault(name, set()).add(node.meta.get(CASTS, {}).get(name, own))
+        types = {name: next(iter(own)) for name, own in found.items() if len(own) == 1}
+        narrow = torch.float16, torch.bfloat16
+        return {name: t for name, t in types.items() if t in narrow and t.itemsize < self.values[name].dtype.itemsize}
+
+    @cached_property
+    def autocast(self) -> torch.dtype | None:
+        """The narrowest type that autocast casts to in it; None where it was captured without, or casts nothing."""
+        nodes = (node for layer in self.layers.values() for node in layer.nodes)
+        types = {dtype for node in nodes for dtype in node.meta.get(CASTS, {}).values()}
+        return min(types, key=lambda dtype: dtype.itemsize, default=None)
+
+    def cast_of(self, name: str) -> tuple[str, torch.dtype | None]:
+        """The value that a name is of, or that of a cast (`cast_name`), and the type; None without one."""
+        value, separator, cast = name.partition(_AS)
+        spec = self.values.get(value)
+        return value, getattr(torch, cast) if separator else spec.dtype if spec is not None else None
+
+    @cached_property
     def _multiple(self) -> int:
         """The number of samples at whose multiples sizes in proportion are whole."""
         grown, captured = self.grown or {}, self.batch or 1
@@ -307,6 +333,19 @@ class LayerGraph:
     def consumers(self, value: str) -> tuple[str, ...]:
         """Layers that take `value`, in forward order."""
         return tuple(name for name, layer in self.layers.items() if value in layer.inputs)
+
+
+CASTS = "parplan_casts"
+"""Meta entry of a node: by the name of an operand, the type in which autocast hands it to the op."""
+
+_CONVERSIONS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
+
+_AS = " as "
+
+
+def cast_name(value: str, dtype: torch.dtype) -> str:
+    """The name of what autocast makes of a value for one of its readers."""
+    return f"{value}{_AS}{str(dtype).removeprefix('torch.')}"
 
 
 def once_per_graph(

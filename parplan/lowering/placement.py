@@ -170,7 +170,8 @@ class SlotAssigner:
         moved = self._moved.setdefault(base, {})
         if (layout, rows) in moved:
             return self.slots[moved[layout, rows]]
-        target = replace(source, name=f"{base}@{len(moved) + 1}", layout=layout, rows=rows)
+        dtype = self._graph.read_as.get(source.value, source.dtype)  # weights as autocast reads them
+        target = replace(source, name=f"{base}@{len(moved) + 1}", layout=layout, rows=rows, dtype=dtype)
         moved[layout, rows] = target.name
         start, end = self._start(source, base, reader), reader
         if first and self._crosses(source) and source.pass_number:

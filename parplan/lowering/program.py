@@ -161,7 +161,7 @@ class Transfer:
     """Redistribution of a value from one slot to another; its pieces are worked out at the first use.
 
     Args:
-        given, wanted: the slots it reads and fills.
+        given, wanted: the slots it reads and fills; a value is sent in the type that it arrives in.
         weights: it gathers a parameter that lies in slices; its gradient is summed to slices.
     """
 
@@ -194,7 +194,7 @@ class Transfer:
         """Moves the value."""
         given, wanted = self.given, self.wanted
         moving = tuple(pieces(given.shape, given.layout, wanted.layout, given.rows, wanted.rows))
-        return Exchange(self.name, moving, wanted.local_shapes, given.dtype, self.slices)
+        return Exchange(self.name, moving, wanted.local_shapes, wanted.dtype, self.slices)
 
     @cached_property
     def transposed(self) -> Exchange:

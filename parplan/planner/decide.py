@@ -324,7 +324,9 @@ def _explained(
     return Decision(
         parameters=case.graph.parameter_count,
         cluster=case.cluster,
-        precision=" and ".join(sorted({PRECISIONS.get(weight, request.precision) for weight in weights})),
+        precision=" and ".join(
+            sorted({PRECISIONS.get(case.graph.autocast or weight, request.precision) for weight in weights})
+        ),
         optimizer=request.optimizer,
         plan=plan,
         layers=layers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,8 +30,8 @@ from parplan.runtime.transport.distributed import DistributedTransport
 from tests.runtime.helpers import Planner, Rule, planner, spread
 from tests.runtime.micro_batch_cases import Rows, by_train_step
 
-__all__ = ["Decoder", "by_collectives", "decoder_in_less_memory", "on_ranks", "sharded", "trained",
-           "trained_in_less_memory"]  # fmt: skip
+__all__ = ["Decoder", "by_collectives", "decoder_in_less_memory", "in_every_state_under_autocast", "on_ranks",
+           "on_ranks_under_autocast", "sharded", "trained", "trained_in_less_memory"]  # fmt: skip
 
 
 def sharded(rule: Rule, state: str = "sharded") -> Rule:
@@ -120,6 +121,68 @@ def by_collectives(rank: int, ranks: int) -> None:
             patched.setattr(distributed, name, counted(name))
         on_ranks(rank, ranks)
     assert min(taken.values()) > 10, taken
+
+
+class Halves(nn.Module):
+    """Matrices that autocast reads in bf16, one that the forward casts itself, one that is read as it is, vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.own, self.last = (nn.Linear(16, 16) for _ in range(4))
+        self.table = nn.Embedding(8, 16)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        h = torch.tanh(self.second(torch.relu(self.first(x))) + self.table(places))
+        h = functional.linear(h.bfloat16(), self.own.weight.bfloat16()).float()
+        result: Tensor = self.last(h)
+        return result
+
+
+def under_autocast(devices: int, state: str) -> tuple[list[Tensor], dict[str, Tensor], Counter[torch.dtype]]:
+    """Three steps in bf16, close to the plain model's: the losses, the weights, and of the gathers of matrices and the
+    sums of their gradients how many send which type."""
+    torch.manual_seed(0)
+    net = Halves()
+    plain = copy.deepcopy(net)
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    places = None if dist.is_initialized() else ["cpu"] * devices
+    model = Compiled(net, planner(sharded(spread(devices, "data"), state), devices), devices=places)
+    optimizers = [torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9) for own in (model, plain)]
+    losses = []
+    for _ in range(3):
+        every = torch.randn(8 * ranks, 16), torch.randint(8, (8 * ranks,)), torch.randn(8 * ranks, 16)
+        parts = [[one.tensor_split(ranks)[rank] for one in every], every]
+        for own, optimizer, (x, rows, y) in zip((model, plain), optimizers, parts, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = functional.mse_loss(own(x, rows).float(), y)
+            loss.backward()
+            optimizer.step()
+            losses += [loss.detach()] if own is model else []
+    found = model.state_dict()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=0.05, atol=0.01, msg=f"{name} of {state} state")
+    assert model.program is not None
+    moves = [one for one in model.program.transfers if one.weights]
+    return losses, found, Counter(dtype for one in moves for dtype in (one.exchange.dtype, one.transposed.dtype))
+
+
+def in_every_state_under_autocast(devices: int) -> None:
+    """Weights cast before they are gathered, and gradients summed in float32, give the very numbers of whole ones."""
+    *wanted, nothing = under_autocast(devices, "replicated")
+    assert not nothing
+    for state in ("sharded", "gathered"):
+        *found, moved = under_autocast(devices, state)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        assert moved == {torch.bfloat16: 4, torch.float32: 1 + 5}
+
+
+def on_ranks_under_autocast(rank: int, ranks: int) -> None:
+    """The same with messages, and with the collectives that other backends than gloo take."""
+    in_every_state_under_autocast(ranks)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(devices, "DistributedTransport", partial(DistributedTransport, collectives=True))
+        in_every_state_under_autocast(ranks)
 
 
 # ---- a model that does not fit ---------------------------------------------------------------------------------------

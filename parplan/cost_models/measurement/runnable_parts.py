@@ -73,6 +73,8 @@ class LayerPart:
         code: Callable[..., Sequence[Any]] = local_module(graph, [part], names, layer.outputs, place=device)
         if part.shares_statistics:
             code = _with_shared_statistics(part, names)
+        if graph.autocast is not None:
+            code = torch.autocast(device.type, graph.autocast, cache_enabled=False)(code)
         return cls(code, tuple(_tensor(graph, part, name, device) for name in names), len(layer.inputs))
 
     @classmethod

@@ -21,13 +21,14 @@ from sys import maxsize
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
 from parplan.cost_models.costs import Held, LayerMemory
 from parplan.cost_models.memory.lifetimes import Lifetimes, Ops, Time
 from parplan.cost_models.ops.op_calls import OpCall, op_calls, total_bytes
 from parplan.cost_models.ops.saved import Saved, saved_by
 from parplan.cost_models.optimizers import optimizer_memory
-from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.layer_graph import Layer, LayerGraph, cast_name
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.graph.repeated import gather_groups, group_of, unit_of, units
 from parplan.layout import IntArray
@@ -163,15 +164,18 @@ class MemoryModel:
             begun: the parameters of whose gradients the device has nothing yet, with the last point of what begins.
         """
         name, ops, times = local.layer.name, self.ops, lifetimes
-        spans = [_Span(one.start, one.stop, self.taken(local, [one.value])) for one in times.owned[name]]
+        gathered = {p: self.as_read(p) for p in slices(self.graph, local.layer, local.strategy)}  # and not cast here
+        owned = [one for one in times.owned[name] if one.value not in gathered.values()]
+        spans = [_Span(one.start, one.stop, self.taken(local, [one.value])) for one in owned]
         begins = dict(begun)
         for term in times.terms[name]:
-            nbytes, last = self.taken(local, [term.parameter]), begins.pop(term.parameter, None)
+            nbytes = self.taken(local, [gathered.get(term.parameter, term.parameter)])
+            last = begins.pop(term.parameter, None)
             if last is None:
                 spans.append(_Span(term.time, term.time, term.tensors * nbytes))
             else:
                 spans.append(_Span(term.time, (last, maxsize), nbytes))
-        for position, call in enumerate(calls, ops.first[name]):
+        for position, call in enumerate(calls, ops.places[name].start):
             saved, forward, back = self._saved(local, call, times.shared), ops.forward[position], ops.back[position]
             intervals = (times.kept_from(name, forward), back), (forward, forward), (back, back)
             amounts = saved.inner_bytes, saved.forward_bytes, saved.backward_bytes
@@ -191,7 +195,7 @@ class MemoryModel:
         begin, _ = times.kept_from(layer.name, (back, 0))
         for name in slices(self.graph, layer, local.strategy):
             for start, end in ((forward, forward + 1), (begin, back + 1)) if again else ((forward, back + 1),):
-                yield Held(start, end, self.taken(local, [name]))  # gathered
+                yield Held(start, end, self.taken(local, [self.as_read(name)]))  # gathered
             if name in until:
                 until[name] = back
                 arrive = self.moments.in_slices(back)
@@ -222,15 +226,18 @@ class MemoryModel:
         messages_bytes = sum(nbytes for name in summed if (nbytes := self.taken(local, [name])) < ALONE_BYTES)
         for name in sliced:  # what comes from others
             before, behind = self._groups_beside(layer.name)
-            coming = self.taken(local, [name]) - self.allocated(self._kept_bytes(local, name))
-            yield Held(moments.forward(before), forward, coming)
+            whole, own = self.taken(local, [name]), self.allocated(self._kept_bytes(local, name))
+            sent, coming = self.taken(local, [self.as_read(name)]), whole - own
+            cast = sent * own // whole if sent != whole else 0  # its slice in the type that it is sent in
+            yield Held(moments.forward(before), forward, sent * coming // whole)
+            yield Held(moments.forward(before), moments.delivery, cast)
             if local.strategy.state == "gathered":
                 begin, _ = self._lifetimes(local).kept_from(layer.name, (back, 0))
-                yield Held(moments.backward(behind), begin, coming)
+                yield Held(moments.backward(behind), begin, sent * coming // whole + cast)
             if name not in trained:
                 continue
             # Gradients on their way to slices: as they lie, and what comes of them from others.
-            yield Held(back + 1, moments.in_slices(back), self.taken(local, [name]) + coming)
+            yield Held(back + 1, moments.in_slices(back), whole + coming)
         if self.micro_batches > 1:  # gradients are added to those before when the run of layers has gone back
             yield Held(back + 1, self.begun_until() + 1, self.taken(local, set(self._begun(layer)) - set(sliced)))
         yield Held(0, moments.end, self.micro_batches * self.taken(local, inputs))
@@ -239,7 +246,8 @@ class MemoryModel:
         yield Held(forward, back + 1, self.taken(local, self._gathered(local)))
         # The CPU's are kept from step to step.
         yield Held(0 if self.on_cpu else back, moments.end if self.on_cpu else moments.passed, messages_bytes)
-        yield Held(moments.loss, moments.loss + 1, 2 * self.taken(local, self.delivered(layer.outputs)))
+        lost_bytes = sum(self.loss_tensors(v) * self.taken(local, [v]) for v in self.delivered(layer.outputs))
+        yield Held(moments.loss, moments.loss + 1, lost_bytes)
         # The gradient of what is handed on, until the segment has gone back: all layers before, or the unit.
         end, handed_on = moments.passed, self._handed_on
         if local.strategy.saved == "replay":
@@ -275,6 +283,12 @@ class MemoryModel:
         outputs = [value for value in values if value in self.graph.user_outputs]
         return [value for value in outputs if specs[value].requires_grad and specs[value].elements > 1]
 
+    def loss_tensors(self, result: str) -> int:
+        """How many tensors of a result's size a loss outside holds beside the gradient that it gives: two. Autocast
+        makes all three in float32."""
+        itemsize = self.graph.values[result].dtype.itemsize
+        return 3 * max(1, torch.float32.itemsize // itemsize) - 1 if self.graph.autocast is not None else 2
+
     def begun_until(self, first: int = 0) -> int:
         """The last point of what the first term of a gradient begins: of several micro-batches, when the run of layers
         that begins with layer `first` has gone back, whose gradients are added all at once."""
@@ -286,6 +300,11 @@ class MemoryModel:
         if self.micro_batches == 1 or not self.graph.losses:
             return []
         return [v for v in dict.fromkeys(self.graph.results) if v in self.graph.batch_dims]
+
+    def as_read(self, parameter: str) -> str:
+        """The value that a parameter is gathered as: that of its cast, where autocast reads it in another type."""
+        dtype = self.graph.read_as.get(parameter)
+        return parameter if dtype is None else cast_name(parameter, dtype)
 
     def _trained(self, local: LocalLayer) -> list[str]:
         return [name for name in self._own_parameters(local) if self.graph.values[name].requires_grad]
@@ -299,9 +318,16 @@ class MemoryModel:
         """What an op keeps, with what the runtime's own forms of it need."""
         saved = saved_by(call, self.on_cpu)
         if local.shares_statistics and "batch_norm" in call.op:
-            # graph/batch_norm.py: two products of the size of its input; half of it runs behind its gradient's use.
-            tensors = 2 + (call.outputs[0].name in shared)
-            return replace(saved, backward_bytes=saved.backward_bytes + tensors * call.inputs[0].nbytes)
+            # graph/batch_norm.py: two products of the size of its input; half of it runs behind its gradient's use. All
+            # is computed in float32 at least: of narrower inputs both halves keep a copy.
+            tensors, narrow = 2 + (call.outputs[0].name in shared), call.inputs[0].dtype.itemsize < 4
+            wide_bytes = max(call.inputs[0].nbytes, torch.float32.itemsize * call.inputs[0].elements)
+            return replace(
+                saved,
+                inner_bytes=saved.inner_bytes + 2 * narrow * wide_bytes,
+                forward_bytes=saved.forward_bytes + narrow * wide_bytes,
+                backward_bytes=saved.backward_bytes + tensors * wide_bytes,
+            )
         summed = local.axis is not None and call.outputs[0].name in local.axis.partial
         if call.op in ("embedding_bags", "offset_bags") and summed:
             # graph/axes/bags.py: local indices, and a factor for each that is zero where its row is elsewhere.
@@ -334,8 +360,8 @@ class MemoryModel:
         return sum(self._size(local, name) for name in names)
 
     def _size(self, local: LocalLayer, name: str) -> int:
-        value = self.graph.values.get(name)
-        return 0 if value is None else prod(local_shape(self.graph, local, name)) * value.dtype.itemsize
+        value, dtype = self.graph.cast_of(name)
+        return 0 if dtype is None else prod(local_shape(self.graph, local, value)) * dtype.itemsize
 
 
 def training_state_bytes(graph: LayerGraph, optimizer: str) -> int:

@@ -85,7 +85,7 @@ class Ops:
         order, index: the layers, and the place of each.
         moments: of the step.
         layers: the layer of every op.
-        first: position of every layer's first op.
+        places: positions of every layer's ops.
         makers: position of the op that makes a value.
         saved: the values that autograd keeps for the backward of every op.
         forward, back: when every op runs forward, and backward.
@@ -93,12 +93,14 @@ class Ops:
 
     def __init__(self, graph: LayerGraph, on_cpu: bool) -> None:
         self.graph, self._on_cpu = graph, on_cpu
-        self.calls: tuple[OpCall, ...] = ()
-        self.first: dict[str, int] = {}
+        self.calls: list[OpCall] = []
+        self.layers: list[str] = []
+        self.places: dict[str, range] = {}
         for name, layer in graph.layers.items():
-            self.first[name] = len(self.calls)
-            self.calls += op_calls(graph, LocalLayer(layer, Strategy(), 0, graph.batch or 1))
-        self.layers = [name for name, layer in graph.layers.items() for _ in layer.nodes]
+            own = op_calls(graph, LocalLayer(layer, Strategy(), 0, graph.batch or 1))
+            self.places[name] = range(len(self.calls), len(self.calls) + len(own))
+            self.calls += own
+            self.layers += [name] * len(own)
         self.makers = {out.name: p for p, call in enumerate(self.calls) for out in call.outputs}
         self.saved = [sorted(saved_by(call, on_cpu).values) for call in self.calls]
         self.order = list(graph.layers)
@@ -128,7 +130,7 @@ class Ops:
 
     def gone_back(self, index: int) -> Time:
         """When a layer has gone back."""
-        return self.back[self.first[self.order[index]]]
+        return self.back[self.places[self.order[index]].start]
 
     def whole(self) -> Segmentation:
         """All layers on one device, with nothing to move."""
@@ -210,9 +212,8 @@ class Lifetimes:
 
     def keeps(self, layer: str, value: str) -> bool:
         """Whether ops of `layer` keep `value`, or a view of it."""
-        first = self._ops.first[layer]
-        saved = self._ops.saved[first : first + len(self._ops.graph.layers[layer].nodes)]
-        return any(self.root(name) == self.root(value) for names in saved for name in names)
+        saved = (name for position in self._ops.places[layer] for name in self._ops.saved[position])
+        return any(self.root(name) == self.root(value) for name in saved)
 
     def kept_from(self, layer: str, forward: Time) -> Time:
         """When what a layer keeps inside begins: with its forward, or when it is replayed."""
@@ -289,15 +290,14 @@ class Lifetimes:
             if index < len(order):
                 for source in self._coming.pop(self._segments.first[index], ()):
                     self._arrive(source, (ops.moments.backward(index) - 1, 0))
-                first = ops.first[order[index]]
-                for position in reversed(range(first, first + len(ops.graph.layers[order[index]].nodes))):
+                for position in reversed(ops.places[order[index]]):
                     self._go_back(position)
             for source, target in self._segments.sent_back.get(index, ()):
                 self._send_back(source, target, (ops.moments.backward(index) + 1, 0))
         # While the layer that makes a gradient runs it has that layer's size, then that of the value's own layer.
         for one in self._all:
             owner = self._maker(one.slot) or one.layer
-            task, tick = self._ops.back[self._ops.first[one.layer]] if one.layer is not None else one.stop
+            task, tick = self._ops.back[self._ops.places[one.layer].start] if one.layer is not None else one.stop
             self._add(one.layer, one.value, one.start, min(one.stop, (task, tick)))
             if one.stop > (task, tick):
                 self._add(owner, one.value, (task + 1, 0), one.stop)
@@ -337,7 +337,8 @@ class Lifetimes:
         slot = self._slot(layer, operand.name)
         root = self._passed_root(slot)
         known = self._held.get(root)
-        same = call.op in _HANDS_ON and operand.shape == call.outputs[0].shape
+        out = call.outputs[0]
+        same = call.op in _HANDS_ON and operand.shape == out.shape and operand.dtype == out.dtype
         same = same and not (call.op == "sub" and call.inputs[0] != operand)
         handed = taken if same or call.op in ("cat", "stack", "sum") else None
         if known is None and handed is not None:

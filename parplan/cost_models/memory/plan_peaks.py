@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -207,6 +208,7 @@ class _Step:
     def _hold_moved(self) -> None:
         """User inputs, the copies that transfers make, and their messages both ways."""
         slots, moments, sent = self._program.slots, self._moments, [*self._lifetimes.sent]
+        sent_as = {t.target: replace(t.wanted, dtype=t.given.dtype) for t in self._program.transfers}  # gradients
         for name in self._program.inputs.values():
             self._layer = self._reading(name)
             self._hold(0, moments.end, self._model.micro_batches * self._nbytes(slots[name]))
@@ -229,7 +231,7 @@ class _Step:
         for targets, stop in sent:
             self._layer = self._reading(targets[0])
             ends = np.max([kept[target] for target in targets], axis=0)
-            self._hold_longer(stop, ends, [slots[target] for target in targets])
+            self._hold_longer(stop, ends, [sent_as[target] for target in targets])
         for root, moved in given.items():
             self._layer = self._graph.producer[moved[0].value]
             self._hold_longer(self._lifetimes.stops[root], until[root], moved)
@@ -256,7 +258,8 @@ class _Step:
         made, nbytes = self._spread(transfer.wanted.layout.grid, put_together), self._nbytes(transfer.wanted)
         self._hold(read - 1, read, nbytes)  # the runtime makes room also where nothing has to be put together
         self._hold(read, last[0] + 1, made * nbytes)
-        self._hold_sent(transfer.given, transfer.wanted, sizes, (start, read, moments.delivery))
+        self._hold_sent(_sent(transfer), transfer.wanted, sizes, (start, read, moments.delivery))
+        self._hold_cast(transfer, start, moments.delivery)
         shared = self._spread(transfer.given.layout.grid, sizes.shared * moments.delivery)
         if not _is_home(transfer.given):
             self._hold(read, moments.delivery, (shared > 0) * self._nbytes(transfer.given))
@@ -271,6 +274,7 @@ class _Step:
         received = transfer.wanted.dtype.itemsize * self._spread(transfer.wanted.layout.grid, sizes.received)
         start = moments.backward(self._index[self._begun_with[transfer.target, True].layers[-1]]) - 1
         self._hold(start, begin - 1, received)
+        self._hold_cast(transfer, start, self._in_slices(begin))
         self._hold(begin - 1, begin, nbytes + np.maximum(received, nbytes))
         self._hold(begin, moments.backward(first) + 1, nbytes)
 
@@ -283,9 +287,16 @@ class _Step:
         end = moments.passed
         if transfer.weights:
             end = taken = self._in_slices(start - 1)
-        self._hold_sent(transfer.wanted, transfer.given, sizes, (start, taken, end))
+        self._hold_sent(
+            replace(transfer.wanted, dtype=transfer.given.dtype), transfer.given, sizes, (start, taken, end)
+        )
         shared = self._spread(transfer.wanted.layout.grid, sizes.shared * end)
         return np.maximum(shared, self._spread(transfer.given.layout.grid, sizes.own * taken))
+
+    def _hold_cast(self, transfer: Transfer, start: int, end: int) -> None:
+        """Slices in the type that they are sent in, where that is not their own."""
+        if transfer.given.dtype != transfer.wanted.dtype:
+            self._hold(start, end, self._nbytes(_sent(transfer)))
 
     def _hold_sent(self, source: Slot, target: Slot, sizes: Messages, points: tuple[int, int, int]) -> None:
         """Messages from when they start: those that are received until what they carry is put together, before the
@@ -303,7 +314,7 @@ class _Step:
             self._hold(0, self._moments.end, self._model.micro_batches * self._nbytes(outputs[value]))
         for value in self._model.delivered(self._graph.producer):
             nbytes, self._layer = self._nbytes(outputs[value]), self._graph.producer[value]
-            self._hold(loss, loss + 1, 2 * nbytes)
+            self._hold(loss, loss + 1, self._model.loss_tensors(value) * nbytes)
             if self._program.devices > 1:
                 self._hold(loss + 1, self._moments.passed, nbytes)
 
@@ -355,6 +366,11 @@ class _Step:
         found = np.zeros(self._program.devices, dtype=np.int64)
         found[list(grid.devices)] = amounts
         return found
+
+
+def _sent(transfer: Transfer) -> Slot:
+    """A transfer's source in the type in which it is sent."""
+    return replace(transfer.given, dtype=transfer.wanted.dtype)
 
 
 def _is_home(slot: Slot) -> bool:

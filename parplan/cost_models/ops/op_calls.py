@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from parplan.graph.kinds import op_name
-from parplan.graph.layer_graph import LayerGraph, TensorSpec, once_per_graph
+from parplan.graph.layer_graph import CASTS, LayerGraph, TensorSpec, cast_name, once_per_graph
 from parplan.graph.local import LocalLayer, local_shape
 
 __all__ = ["SLICES", "VIEWS", "OpCall", "Operand", "op_calls", "total_bytes"]
@@ -104,4 +104,11 @@ def _calls(graph: LayerGraph, local: LocalLayer) -> Iterator[OpCall]:
 
     for node in local.layer.nodes:
         results = [node] if node.name in graph.values else [user for user in node.users if op_name(user) == "getitem"]
-        yield OpCall(op_name(node), operands(node.all_input_nodes), operands(results), node.args)
+        inputs, casts = operands(node.all_input_nodes), node.meta.get(CASTS, {})
+        for place, operand in enumerate(inputs):
+            if operand.name in casts:  # by autocast, as an op of its own
+                name, dtype = cast_name(operand.name, casts[operand.name]), casts[operand.name]
+                cast = Operand(operand.shape, dtype, operand.requires_grad, name)
+                yield OpCall("to", (operand,), (cast,))
+                inputs = (*inputs[:place], cast, *inputs[place + 1 :])
+        yield OpCall(op_name(node), inputs, operands(results), node.args)

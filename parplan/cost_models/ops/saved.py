@@ -216,13 +216,20 @@ def _blocked_bytes(image: Operand) -> int:
 
 
 def _cpu_attention(call: OpCall) -> Saved:
-    """Fused without dropout; with it made of products, a softmax and noise, each the size of all pairs."""
+    """Fused without dropout; with it made of products, a softmax and noise, each the size of all pairs, in float32 at
+    least."""
     if not call.argument(4, 0.0):
         return _attention(call)
     known = {operand.name: operand for operand in call.inputs}  # fewer than three, where one has several parts
-    query, key, value = call.inputs[:3] if len(known) > 2 else (known[node.name] for node in call.arguments[:3])
-    pairs_bytes = query.nbytes // max(1, query.shape[-1]) * key.shape[-2]
-    return Saved(names(value), 3 * pairs_bytes + query.nbytes + key.nbytes, backward_bytes=pairs_bytes)
+    places = [call.arguments[:3].index(node) for node in call.arguments[:3]]  # in the order of their first use
+    order = sorted(set(places))
+    query, key, value = call.inputs[:3] if len(known) > 2 else (call.inputs[order.index(place)] for place in places)
+    wider = max(1, torch.float32.itemsize // query.dtype.itemsize)
+    pairs_bytes = wider * query.nbytes // max(1, query.shape[-1]) * key.shape[-2]
+    inner_bytes = 3 * pairs_bytes + wider * (query.nbytes + key.nbytes)
+    if wider == 1:
+        return Saved(names(value), inner_bytes, backward_bytes=pairs_bytes)
+    return Saved(inner_bytes=inner_bytes + wider * value.nbytes, backward_bytes=pairs_bytes)
 
 
 def _layers(call: OpCall) -> int:

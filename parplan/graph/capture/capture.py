@@ -36,6 +36,7 @@ from parplan.graph.capture.model_export import Exported, ExportRequest, FirstCal
 from parplan.graph.capture.other_batches import Twin, at_another_batch, export_blocks
 from parplan.graph.capture.settled_state import export_settled
 from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
+from parplan.graph.export.autocast import record_casts
 from parplan.graph.export.functionalise import functionalise
 from parplan.graph.export.strided_views import lay_out_strided
 from parplan.graph.layer_graph import LayerGraph, TensorSpec
@@ -193,7 +194,9 @@ def _canonical(model: nn.Module, export: Exported) -> Canonical:
         functional = functionalise(exported)
     opaque.mark(functional.program.graph)
     lay_out_strided(functional.program.graph)
-    return canonicalise(functional, model)
+    found = canonicalise(functional, model)
+    record_casts(found.graph)
+    return found
 
 
 def _changes(call: ExportRequest, first: Exported, twin: Twin, own: Canonical) -> tuple[BatchChanges, SizeBranches]:

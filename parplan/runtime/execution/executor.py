@@ -235,7 +235,15 @@ class SlotParts:
         slot, exchange = (transfer.source, transfer.transposed) if backward else (transfer.target, transfer.exchange)
         span = self._recorder.moving(transfer, backward)
         with span:
-            self._coming[slot].append((self._transport.start(exchange, tensors), span))
+            sent = {device: self._cast(tensor, exchange.dtype, device) for device, tensor in tensors.items()}
+            self._coming[slot].append((self._transport.start(exchange, sent), span))
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype, device: int) -> Tensor:
+        """A tensor in the type in which it is sent: weights that autocast reads in another one, and their gradients."""
+        if tensor.dtype == dtype:
+            return tensor
+        with self._transport.on(device):
+            return tensor.to(dtype)
 
     def expect(self, transfer: Transfer, pending: Pending) -> None:
         """Add what was started for a transfer to the slot it fills, when that is read."""

@@ -34,9 +34,9 @@ from tests.runtime.ranks import run_case
 BY_NAME = {network.name: network for network in NETWORKS}
 
 
-def check(name: str, plan: str, optimizer: str, rank: int = 0, ranks: int = 1) -> None:
+def check(name: str, plan: str, optimizer: str, rank: int = 0, ranks: int = 1, *, autocast: bool = False) -> None:
     """One step's peak within 5 % of the prediction, which the process that plans has for all."""
-    found = peaks(Case(BY_NAME[name], plan, optimizer, ranks))
+    found = peaks(Case(BY_NAME[name], plan, optimizer, ranks, autocast=autocast))
     if rank == 0:
         assert found.predicted_bytes[rank] == pytest.approx(found.measured_bytes, rel=0.05)
 
@@ -65,6 +65,23 @@ def test_one_device(name: str, optimizer: str) -> None:
 )
 def test_two_processes(name: str, plan: str, optimizer: str) -> None:
     run_case(partial(check, name, plan, optimizer), 2)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("transformer", "data-parallel"),
+        ("transformer, wide", "sharded state"),
+        ("transformer, wide", "gathered state"),
+        ("alexnet-like", "gathered state"),
+        ("mlp, many classes", "sharded"),
+        ("residual", "data-parallel"),  # a batch norm over replicas has copies in float32
+        ("tied words", "hybrid"),
+    ],
+)
+def test_two_processes_under_autocast(name: str, plan: str) -> None:
+    run_case(partial(check, name, plan, "adam", autocast=True), 2)
 
 
 # ---- random plans ----------------------------------------------------------------------------------------------------

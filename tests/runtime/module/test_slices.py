@@ -14,7 +14,15 @@ from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner, spread
 from tests.runtime.micro_batch_cases import Rows
 from tests.runtime.ranks import run_case
-from tests.runtime.slice_cases import by_collectives, decoder_in_less_memory, on_ranks, sharded, trained
+from tests.runtime.slice_cases import (
+    by_collectives,
+    decoder_in_less_memory,
+    in_every_state_under_autocast,
+    on_ranks,
+    on_ranks_under_autocast,
+    sharded,
+    trained,
+)  # fmt: skip
 
 FOUR = (0, 1, 2, 3)
 
@@ -40,6 +48,16 @@ def test_on_ranks(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_on_ranks_by_collectives(ranks: int) -> None:
     run_case(by_collectives, ranks)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_under_autocast_in_one_process(devices: int) -> None:
+    in_every_state_under_autocast(devices)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_under_autocast_on_ranks(ranks: int) -> None:
+    run_case(on_ranks_under_autocast, ranks)
 
 
 @pytest.mark.full
