@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch import multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -39,6 +39,10 @@ from examples.alexnet import AlexNet
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.module.compiled import Compiled
+
+FULL = MixedPrecisionPolicy()
+MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+"""Weights of float32 that are gathered in bf16, gradients that are summed in float32."""
 
 
 def convnet() -> nn.Module:
@@ -79,13 +83,14 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(1024, 10))
 
 
-def by_fully_shard(net: nn.Module, freed: bool = False) -> nn.Module:
+def by_fully_shard(net: nn.Module, freed: bool = False, policy: MixedPrecisionPolicy = FULL) -> nn.Module:
     """Every layer with weights a unit of its own, whole from its forward to its backward, or `freed` in between."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=freed, mp_policy=policy)
     for layer in net.modules():
         if not [*layer.children()] and [*layer.parameters()]:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=freed)
-    fully_shard(net, mesh=mesh, reshard_after_forward=freed)
+            shard(layer)
+    shard(net)
     return net
 
 
@@ -140,7 +145,8 @@ def hybrid(layer: Layer, devices: int) -> Strategy:
 @dataclass(frozen=True)
 class Case:
     """One comparison: `samples` per process of images with `side` pixels, in `classes` classes, in one go or in
-    micro-batches (of DDP by `no_sync`); the other one is what `rival` makes of the network."""
+    micro-batches (of DDP by `no_sync`); the other one is what `rival` makes of the network. `mixed`: in bf16, parplan's
+    under autocast."""
 
     network: str
     plan: str
@@ -153,6 +159,7 @@ class Case:
     scheme: Scheme = Scheme.GATHER
     micro_batches: int = 1
     rival: Callable[[nn.Module], nn.Module] = DistributedDataParallel
+    mixed: bool = False
 
     def planner(self, graph: LayerGraph) -> Plan:
         """The plan, whatever the network."""
@@ -209,6 +216,21 @@ CASES = (
         micro_batches=4,
         rival=FREED,
     ),
+    *(
+        Case(
+            "mlp",
+            f"{state} state, mixed",
+            mlp,
+            in_slices(state),
+            64,
+            16,
+            10,
+            5,
+            mixed=True,
+            rival=partial(by_fully_shard, freed=freed, policy=MIXED),
+        )
+        for state, freed in (("sharded", False), ("gathered", True))
+    ),
 )
 
 
@@ -240,7 +262,9 @@ class Figures:
 HEAD = "network  plan                   samples  other ms   parplan   ratio  quartiles       faster"
 
 
-def stepper(model: nn.Module, images: Tensor, labels: Tensor, micro_batches: int = 1) -> Callable[[], None]:
+def stepper(
+    model: nn.Module, images: Tensor, labels: Tensor, micro_batches: int = 1, mixed: bool = False
+) -> Callable[[], None]:
     """One training step of `model`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
@@ -262,7 +286,9 @@ def stepper(model: nn.Module, images: Tensor, labels: Tensor, micro_batches: int
 
     def step() -> None:
         optimizer.zero_grad()
-        cross_entropy(model(images), labels).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed and isinstance(model, Compiled)):
+            scores = model(images)
+        cross_entropy(scores.float(), labels).backward()
         optimizer.step()
 
     return step
@@ -293,8 +319,8 @@ def compare(case: Case, rank: int, rounds: int) -> Figures:
     net = case.build()
     torch.manual_seed(rank)
     batch = (torch.randn(case.samples, 3, case.side, case.side), torch.randint(case.classes, (case.samples,)))
-    ddp = stepper(case.rival(copy.deepcopy(net)), *batch, case.micro_batches)
-    own = stepper(Compiled(net, case.planner, batch_norm="local"), *batch, case.micro_batches)
+    ddp = stepper(case.rival(copy.deepcopy(net)), *batch, case.micro_batches, case.mixed)
+    own = stepper(Compiled(net, case.planner, batch_norm="local"), *batch, case.micro_batches, case.mixed)
     for step in (ddp, own):
         seconds(step, 3)
     times = in_turns({"ddp": ddp, "parplan": own}, rounds, case.steps)

@@ -106,7 +106,7 @@ def analyze(
         raise ParplanError(f'batch is {batch!r}; it is "auto", or left out: then the example inputs have the batch')
     if batch and measure:
         raise ParplanError(
-            "--batch auto compares many batches, and --measure would time them all; choose one first, then measure it"
+            "--batch auto compares many batches, and --measure would time them all; choose the batch first"
         )
     model, kwargs = _with_loss(model, kwargs, loss, targets)
     found = _cluster(options)

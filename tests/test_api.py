@@ -331,3 +331,18 @@ def test_the_report_names_the_type_of_the_weights() -> None:
         for dtype in (torch.float32, torch.bfloat16)
     ]
     assert [one.precision for one in found] == ["tf32", "bf16"]
+
+
+def test_a_model_on_the_meta_device_is_planned_under_autocast() -> None:
+    """Weights and their optimizer's state stay float32, activations are half of it, and the reader is told."""
+    with torch.device("meta"):
+        model, given = nn.Sequential(*(nn.Linear(512, 512) for _ in range(16))), torch.zeros(1 << 16, 512)
+    wide, narrow = (parplan.analyze(model, given, gpus=2, gpu="a100", precision=p) for p in ("tf32", "bf16"))
+    assert not torch.is_autocast_enabled("cpu")
+    assert narrow.precision == "bf16"
+    assert any(
+        note.startswith("Priced as under torch.autocast to bf16") and "(16 bytes per parameter)" in note
+        for note in narrow.notes
+    )
+    ratio = max(narrow.prediction.memory_bytes) / max(wide.prediction.memory_bytes)
+    assert 0.4 < ratio < 0.7

@@ -11,7 +11,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import LISTED_DEVICES, Plan, Scheme, Strategy
 
 __all__ = [
-    "ANY_BLOCK", "BRANCHES", "MESHES", "SHARDED", "SOME_BRANCHES", "STAGES", "WIDEST",
+    "ANY_BLOCK", "BRANCHES", "MESHES", "NOT_COMPARED", "SHARDED", "SOME_BRANCHES", "STAGES", "WIDEST",
     "Alternative", "Arrival", "Baseline", "BatchTried", "ConcurrentBranches", "Decision", "DeviceTrack",
     "LayerReport", "MicroBatchesTried", "Passes", "Phase", "PinPrice", "Pins", "Prediction", "PricedGraph", "Proof",
     "SchemePrice", "Seconds", "Simpler", "Without",
@@ -24,6 +24,9 @@ STAGES = "pipeline stages"
 MESHES = "meshes of equal blocks"
 WIDEST = "layers on one device, or on as many as can share them"
 """Words for shapes of plans that a proof covers (search_space/shape.py)."""
+
+NOT_COMPARED = "not at all"
+"""How plans of a shape were compared that may be faster, where none was."""
 
 
 @dataclass(frozen=True)

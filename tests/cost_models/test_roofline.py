@@ -182,3 +182,21 @@ def test_frozen_weights_are_not_reduced() -> None:
     assert costs.reduction(first, spread) == 0
     assert costs.reduction(second, spread) > 0
     assert costs.layer(first, ONE).backward_s == 0
+
+
+def test_weights_travel_as_autocast_reads_them() -> None:
+    """In bf16 half of the bytes are gathered; gradients are summed as float32; casts take what they read and write."""
+    model, inputs = nn.Sequential(nn.Linear(4096, 4096, bias=False)), torch.zeros(8, 4096)
+    cluster, sliced = cluster_preset("a100", 4), Strategy(4, 1, None, (0, 1, 2, 3), state="sharded")
+    plain = capture(model, (inputs,))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = capture(model, (inputs,))
+    costs, narrow = (RooflineCosts(graph, cluster, precision="bf16") for graph in (plain, cast))
+    (gather_s, scatter_s), (narrow_s, same_s) = (own.gather(own.graph.layers["0"], sliced) for own in (costs, narrow))
+    hops_s = 3 * 3.4e-6  # latencies, which are in both
+    assert narrow_s - hops_s == pytest.approx((gather_s - hops_s) / 2, rel=0.05)
+    assert same_s == scatter_s
+    forward = [op_work(call).forward for call in op_calls(cast, part_of(cast, cast.layers["0"], ONE))]
+    assert [kernel.nbytes for own in forward for kernel in own] == [
+        8 * 4096 * (4 + 2), 4096 * 4096 * (4 + 2), 2 * (4096 * 4096 + 2 * 8 * 4096)
+    ]  # fmt: skip

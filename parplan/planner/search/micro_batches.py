@@ -25,6 +25,7 @@ from parplan.graph.repeated import fold, units
 from parplan.lowering.micro_batches import equal_size
 from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SAVED, SCHEDULES, STATES
+from parplan.planner import decision
 from parplan.planner.decision import MESHES, SHARDED, STAGES, WIDEST, MicroBatchesTried, PricedGraph, Proof, Without
 from parplan.planner.search.context import Case, fits, formulated, gathered_together, plain
 from parplan.planner.search.meshes import fastest_mesh
@@ -205,7 +206,7 @@ class _Counts:
         self.best: Searched | None = None
         self._before: list[Searched] = []  # best plans before the best one
         self.why = ""
-        self._stages = "not at all"  # how plans in stages were compared
+        self._stages = decision.NOT_COMPARED  # how plans in stages were compared
         self.every = (1,) if self._micro_batched is None else divisors(case.graph.batch or 1)
         self.doubled = [1]
         for count in self.every:
@@ -286,8 +287,8 @@ class _Counts:
 
     @property
     def idle(self) -> bool:
-        """Whether devices wait for others, or for the links, longer than stages mostly would."""
-        return self.best is not None and self.best.fastest_s > IDLE * self._least_s
+        """Whether devices wait for others, or for the links, longer than stages mostly would that there may be."""
+        return not why_not(self._case) and self.best is not None and self.best.fastest_s > IDLE * self._least_s
 
     @property
     def staged(self) -> bool:

@@ -9,6 +9,7 @@ from parplan.planner.decision import (
     ANY_BLOCK,
     BRANCHES,
     MESHES,
+    NOT_COMPARED,
     SHARDED,
     SOME_BRANCHES,
     STAGES,
@@ -26,9 +27,6 @@ LEAST = 1e-3
 """Part of the step below which batch statistics, and a gap of the search, go without saying."""
 NAMED = 2
 """Conditions that the verdict names; more are left to the proof."""
-
-NOT_COMPARED = "not at all"
-"""The word of the search for plans that were not compared."""
 
 __all__ = [
     "baseline_remark", "claim", "compared_plans", "conditions", "heading", "print_baselines", "print_proof",

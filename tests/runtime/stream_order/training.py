@@ -78,6 +78,19 @@ class Written(nn.Module):
         return y
 
 
+class Narrow(nn.Module):
+    """Layers that convert their weights to bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.last):
+            x = torch.tanh(x.bfloat16() @ layer.weight.bfloat16().t()) + layer.bias
+        return x
+
+
 class LossInside(nn.Module):
     """A net that gives its loss where it is given targets: a mean over samples, or over targets that are counted."""
 
@@ -387,6 +400,9 @@ TRAININGS: dict[str, Training] = {
     ),
     "forward again, what is gathered": Training(
         replaying(sharded(spread(2, "data"), "gathered"), 2), streams=(0, 1), step=twice
+    ),
+    "weights converted before they are gathered": Training(
+        planner(sharded(spread(2, "data"), "gathered"), 2), net=Narrow, exact=False, step=twice
     ),
     "forward again, recomputed": Training(replaying(lambda layer: Strategy(), 1), step=recomputed),
     "forward again, threads": Training(
