@@ -332,7 +332,11 @@ class FreedWeights:
             )
         owned = [device for device in given.devices if device in self._transport.owned]
         self._parts.drop(transfer.target)  # of a backward before, where a step did not go back on some device
-        self._parts.start(transfer, {device: self._store.slice(name, device) for device in owned})
+        slices = dict[int, Tensor]()
+        for device in owned:
+            with self._transport.on(device):  # which is past waiting for the caller's stream, unlike in a forward
+                slices[device] = self._store.slice(name, device)
+        self._parts.start(transfer, slices)
 
     def refill(self, device: int, weights: Mapping[str, Tensor]) -> None:
         """Put gathered weights into a graph's tensors, by slot."""

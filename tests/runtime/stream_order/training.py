@@ -401,6 +401,15 @@ TRAININGS: dict[str, Training] = {
     "forward again, what is gathered": Training(
         replaying(sharded(spread(2, "data"), "gathered"), 2), streams=(0, 1), step=twice
     ),
+    "gathered state": Training(planner(sharded(spread(2, "data"), "gathered"), 2), step=twice),
+    "sharded state, copies": Training(
+        planner(sharded(spread(2, "data")), 2),
+        (B, A),
+        home=B,
+        streams=(0, 1),
+        options={"output_device": A},
+        step=two_calls,
+    ),
     "weights converted before they are gathered": Training(
         planner(sharded(spread(2, "data"), "gathered"), 2), net=Narrow, exact=False, step=twice
     ),
