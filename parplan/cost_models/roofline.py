@@ -246,13 +246,14 @@ class RooflineCosts:
         for name, own in slices(self.graph, layer, strategy).items():
             value = self.graph.values[name]
             sent = replace(value, dtype=self.graph.read_as.get(name, value.dtype))  # gradients in the parameter's type
+            grid, ways = own.layout.grid, [sent] if sent.dtype == value.dtype else [sent, value]
             if self.transfers.links is None and equal_slices(own.layout, own.rows) is not None:
-                grid = own.layout.grid
-                there_s, back_s = (self.transfers.all_reduce(grid, v.nbytes // grid.shards) / 2 for v in (sent, value))
+                seconds = [(self.transfers.all_reduce(grid, one.nbytes // grid.shards) / 2,) * 2 for one in ways]
             else:
-                layouts = own.layout, layer.layout(name, strategy)
-                there_s, back_s = self.transfer(sent, *layouts).forward_s, self.transfer(value, *layouts).backward_s
-            gather_s, scatter_s = gather_s + there_s, scatter_s + (back_s if value.requires_grad else 0.0)
+                moved = [self.transfer(one, own.layout, layer.layout(name, strategy)) for one in ways]
+                seconds = [(one.forward_s, one.backward_s) for one in moved]
+            gather_s += seconds[0][0]
+            scatter_s += seconds[-1][1] if value.requires_grad else 0.0
         return gather_s, scatter_s
 
     def _seconds(self, kernel: Kernel, device: Device) -> float:

@@ -264,15 +264,14 @@ class LayerGraph:
                 own = node.meta["val"].dtype if node.target in _CONVERSIONS else self.values[name].dtype
                 found.setdefault(name, set()).add(node.meta.get(CASTS, {}).get(name, own))
         types = {name: next(iter(own)) for name, own in found.items() if len(own) == 1}
-        narrow = torch.float16, torch.bfloat16
-        return {name: t for name, t in types.items() if t in narrow and t.itemsize < self.values[name].dtype.itemsize}
+        return {name: t for name, t in types.items() if t in _NARROW and t.itemsize < self.values[name].dtype.itemsize}
 
     @cached_property
     def autocast(self) -> torch.dtype | None:
-        """The narrowest type that autocast casts to in it; None where it was captured without, or casts nothing."""
+        """The 16-bit type that autocast casts to in it; None where it was captured without, or casts to none."""
         nodes = (node for layer in self.layers.values() for node in layer.nodes)
-        types = {dtype for node in nodes for dtype in node.meta.get(CASTS, {}).values()}
-        return min(types, key=lambda dtype: dtype.itemsize, default=None)
+        casts = (dtype for node in nodes for dtype in node.meta.get(CASTS, {}).values())
+        return next((dtype for dtype in casts if dtype in _NARROW), None)
 
     def cast_of(self, name: str) -> tuple[str, torch.dtype | None]:
         """The value that a name is of, or that of a cast (`cast_name`), and the type; None without one."""
@@ -338,6 +337,7 @@ class LayerGraph:
 CASTS = "parplan_casts"
 """Meta entry of a node: by the name of an operand, the type in which autocast hands it to the op."""
 
+_NARROW = (torch.float16, torch.bfloat16)
 _CONVERSIONS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 _AS = " as "

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.decoder import Decoder, DecoderSize
 from benchmarks.memory_networks import NETWORKS
+from parplan.api import analyze
 from parplan.graph.capture.capture import capture
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import CASTS, LayerGraph
@@ -89,6 +90,28 @@ def test_nothing_is_cast_without_autocast() -> None:
     graph = capture(model, args)
     assert not any(own for _, own in casts(graph))
     assert (graph.autocast, dict(graph.read_as)) == (None, {})
+
+
+class WithLoss(nn.Module):
+    """A layer and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.layer(x), y)
+
+
+def test_casts_to_float32_alone_are_no_autocast() -> None:
+    """Of a model in bf16 throughout, whose loss is in float32."""
+    args = (torch.randn(4, 8).bfloat16(), torch.randn(4, 8).bfloat16())
+    graph = captured(WithLoss().bfloat16(), args)
+    assert {dtype for _, own in casts(graph) for dtype in own.values()} == {torch.float32}
+    assert (graph.autocast, dict(graph.read_as)) == (None, {})
+    with torch.autocast("cpu", BF16):
+        notes = analyze(WithLoss().bfloat16(), args, gpus=2, gpu="a100").notes
+    assert not any("autocast" in note for note in notes)
 
 
 class Mixed(nn.Module):
