@@ -68,7 +68,8 @@ def record_casts(graph: fx.Graph) -> None:
         if node.target is operator.getitem and isinstance(node.args[0].meta.get("val"), (tuple, list)):
             node.meta["val"] = node.args[0].meta["val"][node.args[1]]
         set_kind = _set_for(kind)
-        if set_kind is None or op_name(node) in _CONVERSIONS or not isinstance(node.target, torch._ops.OpOverload):
+        # Own ops, of the user's code too, cast what they like inside.
+        if set_kind is None or op_name(node) in _CONVERSIONS or getattr(node.target, "namespace", "") != "aten":
             continue
         values = [one.meta["val"] for one in operands]
         places = {one: place for place, one in enumerate(operands)}
