@@ -220,10 +220,8 @@ def _cpu_attention(call: OpCall) -> Saved:
     least."""
     if not call.argument(4, 0.0):
         return _attention(call)
-    known = {operand.name: operand for operand in call.inputs}  # fewer than three, where one has several parts
-    places = [call.arguments[:3].index(node) for node in call.arguments[:3]]  # in the order of their first use
-    order = sorted(set(places))
-    query, key, value = call.inputs[:3] if len(known) > 2 else (call.inputs[order.index(place)] for place in places)
+    once = list(dict.fromkeys(call.arguments[:3]))  # as inputs are, fewer than three where one has several parts
+    query, key, value = (call.inputs[once.index(node)] for node in call.arguments[:3])
     wider = max(1, torch.float32.itemsize // query.dtype.itemsize)
     pairs_bytes = wider * query.nbytes // max(1, query.shape[-1]) * key.shape[-2]
     inner_bytes = 3 * pairs_bytes + wider * (query.nbytes + key.nbytes)

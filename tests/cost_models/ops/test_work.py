@@ -87,6 +87,21 @@ def test_attention_whose_operands_are_one_tensor(shared: int, dropout: float, in
     assert flops_of(attention) == 2 * 2 * 8 * 7 * 7 * 5
 
 
+class Masked(nn.Module):
+    """Attention of a tensor to itself with values and a mask of their own."""
+
+    def forward(self, x: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(x, x, value, mask, dropout_p=0.1)
+
+
+def test_a_mask_is_not_taken_for_the_values() -> None:
+    x, value, mask = (torch.rand(2, 4, 7, size, requires_grad=size < 7) for size in (5, 6, 7))
+    graph = capture(Masked(), (x, value, mask))
+    (part,) = (part_of(graph, layer, Strategy()) for layer in graph.layers.values())
+    (attention,) = (each for each in op_calls(graph, part) if "attention" in each.op)
+    assert saved_by(attention, on_cpu=True).values == {"value"}
+
+
 @every_case(("op", "expected"), FLOPS, ids=[op.op for op, _ in FLOPS])
 def test_forward_flops(op: OpCall, expected: int) -> None:
     assert flops_of(op) == expected
