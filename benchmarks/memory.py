@@ -196,7 +196,7 @@ def peaks(case: Case) -> Peaks:
     def go_back() -> None:
         with casting():
             results = compiled(inputs)  # held, as most training loops do
-        cross_entropy(results.float() if case.autocast else results, targets).backward()
+        cross_entropy(results.float(), targets).backward()
 
     def step() -> None:
         for _ in range(2):

@@ -190,6 +190,16 @@ class Transfer:
         return " -> ".join(f"{slot.name} {_layout_text(slot.layout)}" for slot in (self.given, self.wanted))
 
     @cached_property
+    def sent(self) -> Slot:
+        """The slot that it reads, in the type in which the value is sent."""
+        return self.given if self.given.dtype == self.wanted.dtype else replace(self.given, dtype=self.wanted.dtype)
+
+    @cached_property
+    def sent_back(self) -> Slot:
+        """The slot that it fills, in the type in which the gradient is sent."""
+        return self.wanted if self.given.dtype == self.wanted.dtype else replace(self.wanted, dtype=self.given.dtype)
+
+    @cached_property
     def exchange(self) -> Exchange:
         """Moves the value."""
         given, wanted = self.given, self.wanted

@@ -228,12 +228,12 @@ class MemoryModel:
             before, behind = self._groups_beside(layer.name)
             whole, own = self.taken(local, [name]), self.allocated(self._kept_bytes(local, name))
             sent, coming = self.taken(local, [self.as_read(name)]), whole - own
-            cast = sent * own // whole if sent != whole else 0  # its slice in the type that it is sent in
-            yield Held(moments.forward(before), forward, sent * coming // whole)
+            arriving, cast = sent * coming // whole, sent * own // whole if sent != whole else 0  # as they are sent
+            yield Held(moments.forward(before), forward, arriving)
             yield Held(moments.forward(before), moments.delivery, cast)
             if local.strategy.state == "gathered":
                 begin, _ = self._lifetimes(local).kept_from(layer.name, (back, 0))
-                yield Held(moments.backward(behind), begin, sent * coming // whole + cast)
+                yield Held(moments.backward(behind), begin, arriving + cast)
             if name not in trained:
                 continue
             # Gradients on their way to slices: as they lie, and what comes of them from others.

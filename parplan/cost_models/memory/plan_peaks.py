@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -208,7 +207,7 @@ class _Step:
     def _hold_moved(self) -> None:
         """User inputs, the copies that transfers make, and their messages both ways."""
         slots, moments, sent = self._program.slots, self._moments, [*self._lifetimes.sent]
-        sent_as = {t.target: replace(t.wanted, dtype=t.given.dtype) for t in self._program.transfers}  # gradients
+        sent_back = {transfer.target: transfer.sent_back for transfer in self._program.transfers}
         for name in self._program.inputs.values():
             self._layer = self._reading(name)
             self._hold(0, moments.end, self._model.micro_batches * self._nbytes(slots[name]))
@@ -231,7 +230,7 @@ class _Step:
         for targets, stop in sent:
             self._layer = self._reading(targets[0])
             ends = np.max([kept[target] for target in targets], axis=0)
-            self._hold_longer(stop, ends, [sent_as[target] for target in targets])
+            self._hold_longer(stop, ends, [sent_back[target] for target in targets])
         for root, moved in given.items():
             self._layer = self._graph.producer[moved[0].value]
             self._hold_longer(self._lifetimes.stops[root], until[root], moved)
@@ -258,7 +257,7 @@ class _Step:
         made, nbytes = self._spread(transfer.wanted.layout.grid, put_together), self._nbytes(transfer.wanted)
         self._hold(read - 1, read, nbytes)  # the runtime makes room also where nothing has to be put together
         self._hold(read, last[0] + 1, made * nbytes)
-        self._hold_sent(_sent(transfer), transfer.wanted, sizes, (start, read, moments.delivery))
+        self._hold_sent(transfer.sent, transfer.wanted, sizes, (start, read, moments.delivery))
         self._hold_cast(transfer, start, moments.delivery)
         shared = self._spread(transfer.given.layout.grid, sizes.shared * moments.delivery)
         if not _is_home(transfer.given):
@@ -287,16 +286,14 @@ class _Step:
         end = moments.passed
         if transfer.weights:
             end = taken = self._in_slices(start - 1)
-        self._hold_sent(
-            replace(transfer.wanted, dtype=transfer.given.dtype), transfer.given, sizes, (start, taken, end)
-        )
+        self._hold_sent(transfer.sent_back, transfer.given, sizes, (start, taken, end))
         shared = self._spread(transfer.wanted.layout.grid, sizes.shared * end)
         return np.maximum(shared, self._spread(transfer.given.layout.grid, sizes.own * taken))
 
     def _hold_cast(self, transfer: Transfer, start: int, end: int) -> None:
         """Slices in the type that they are sent in, where that is not their own."""
-        if transfer.given.dtype != transfer.wanted.dtype:
-            self._hold(start, end, self._nbytes(_sent(transfer)))
+        if transfer.sent is not transfer.given:
+            self._hold(start, end, self._nbytes(transfer.sent))
 
     def _hold_sent(self, source: Slot, target: Slot, sizes: Messages, points: tuple[int, int, int]) -> None:
         """Messages from when they start: those that are received until what they carry is put together, before the
@@ -366,11 +363,6 @@ class _Step:
         found = np.zeros(self._program.devices, dtype=np.int64)
         found[list(grid.devices)] = amounts
         return found
-
-
-def _sent(transfer: Transfer) -> Slot:
-    """A transfer's source in the type in which it is sent."""
-    return replace(transfer.given, dtype=transfer.wanted.dtype)
 
 
 def _is_home(slot: Slot) -> bool:

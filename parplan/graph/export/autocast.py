@@ -23,7 +23,7 @@ from parplan.graph.layer_graph import CASTS
 __all__ = ["autocast_as", "record_casts"]
 
 _KINDS = ("cpu", "cuda")
-_CONVERSIONS = ("to", "to_copy", "type_as", "getitem")
+_CONVERSIONS = ("to", "to_copy", "type_as")
 
 
 def autocast_as(precision: str, model: nn.Module) -> AbstractContextManager[Any]:
@@ -79,7 +79,7 @@ def record_casts(graph: fx.Graph) -> None:
             known[key] = _run(node, operands, kind, set_kind)
         types, casts = known[key]
         if kind == "meta":
-            node.meta["val"] = _of_types(value, types)
+            node.meta["val"] = pytree.tree_map(_of_type, value, types)
         elif types != _types(value):
             continue
         if casts:
@@ -119,13 +119,8 @@ def _types(value: Any) -> Any:
     return pytree.tree_map(lambda one: one.dtype if isinstance(one, Tensor) else None, value)
 
 
-def _of_types(value: Any, types: Any) -> Any:
-    """A meta tensor, or several, of these types."""
-    if isinstance(value, Tensor):
-        if value.dtype == types:
-            return value
-        with value.fake_mode if isinstance(value, FakeTensor) else torch.no_grad():
-            return torch.empty_strided(value.shape, value.stride(), dtype=types, device=value.device)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_of_types(one, own) for one, own in zip(value, types, strict=True))
-    return value
+def _of_type(value: Any, dtype: torch.dtype | None) -> Any:
+    """A tensor in a type; what is none stays."""
+    if not isinstance(value, Tensor) or value.dtype == dtype:
+        return value
+    return value.new_empty_strided(value.shape, value.stride(), dtype=dtype)
