@@ -75,7 +75,10 @@ class Formulation:
     def layout_changes(self) -> tuple[Edge, ...]:
         """Edges between layers that hand on a value: per pair of options, how many layers take it in another layout."""
         count, arrangements = len(self.options), [[one.strategy.arrangement for one in own] for own in self.options]
-        ends = ((e.source, e.target if e.target < count else e.counted_at) for e in self.parts.edges)
+        readers = {one.node: one.reader for one in self.reused}
+        # Where a transfer counts in another block than its reader's (passes), the reader is the one that takes it.
+        taken = ((e, e.counted_at if e.reader is None else readers.get(e.target, e.reader)) for e in self.parts.edges)
+        ends = ((e.source, e.target if e.target < count else reader) for e, reader in taken)
         return tuple(
             Edge(source, target, np.where(equal(arrangements[source], arrangements[target]), 0.0, self.times(target)))
             for source, target in dict.fromkeys(ends)

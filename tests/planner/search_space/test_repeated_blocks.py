@@ -152,7 +152,12 @@ def test_t_and_memory_are_those_of_all_layers(seed: int, everywhere: bool, schem
         assert objective(folded.problem, small) == pytest.approx(objective(whole.problem, choice), rel=1e-9)
         assert folded.strategies(small) == whole.strategies(choice) == plan.layers
         assert folded.device_peaks(small, cluster.count) == whole.device_peaks(choice, cluster.count)
+        assert layout_changes(folded, small) == layout_changes(whole, choice)
     assert seen or scheme is Scheme.INTERLEAVE
+
+
+def layout_changes(formulation: Formulation, choice: tuple[int, ...]) -> float:
+    return sum(float(one.cost_s[choice[one.source], choice[one.target]]) for one in formulation.layout_changes)
 
 
 @pytest.mark.sampled(3)
