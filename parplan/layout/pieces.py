@@ -46,6 +46,7 @@ class Piece:
         return Piece(self.target, self.source, self.target_region, self.source_region)
 
 
+@lru_cache(maxsize=1000)
 def split_evenly(size: int, parts: int) -> tuple[int, ...]:
     """Sizes of `parts` nearly equal chunks; every run of `k` neighbours of `k * n` is a chunk of `n`.
 

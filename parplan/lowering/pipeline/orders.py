@@ -97,14 +97,17 @@ def merged(own: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
         needed += [Action(beside, action.micro_batch, action.forward)] if 0 <= beside < stages else []
         return max([free_s[group], *(done_s.get(one, inf) for one in needed)])
 
+    next_s = [begins_s(group) for group in range(len(own))]
     for _ in range(sum(map(len, own))):
-        begin_s, group = min((begins_s(group), group) for group in range(len(own)))
+        begin_s, group = min(zip(next_s, range(len(own)), strict=True))
         if begin_s == inf:
             raise ValueError("the orders of the groups wait for each other")
         action = own[group][place[group]]
         found.append(action)
         place[group] += 1
         free_s[group] = done_s[action] = begin_s + (1.0 if action.forward else BACKWARD_UNITS)
+        for near in {(group + step) % len(own) for step in (-1, 0, 1)}:  # others do not come after it
+            next_s[near] = begins_s(near)
     return tuple(found)
 
 

@@ -14,6 +14,7 @@ from math import inf
 
 from parplan.cost_models.optimizers import optimizer_memory
 from parplan.errors import CaptureError, InfeasiblePlan, PlanError
+from parplan.fields import size_text
 from parplan.graph.resized import with_fewer_blocks
 from parplan.plan import SCHEDULES, STATES
 from parplan.planner.decision import Without
@@ -32,12 +33,13 @@ COPIES = 5
 TRIES = 6
 """Meshes that are laid out, each with less memory than the one before by what that one's plan lacked."""
 
-MOST_MESHED = 256
-"""Devices up to which meshes are laid out: 70 B parameters take two minutes, and 6 GiB; 405 B on 512 took 15."""
+MOST_MESHED = 512
+"""Devices up to which meshes are laid out: 405 B parameters take about a minute there, and 1.4 GiB."""
 
-MOST_TASKS = 100_000
+MOST_TASKS, MOST_JOINED = 100_000, 600_000
 """Tasks of a simulated step, counted as layers x micro-batches, up to which meshes in stages are compared: about twelve
-seconds. The devices of a stage do the same, and one of them is simulated."""
+seconds. More where all state is whole: layers of a stage with no gathers between them are few tasks. The devices of a
+stage do the same, and one of them is simulated."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +71,26 @@ def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | No
     Args:
         case: of the whole batch, or of the micro-batches that were asked for.
         sized: the case at the size of so many micro-batches, counted in those of `case`; None where there is none.
+
+    Raises:
+        PlanError: there are more devices than meshes are laid out on; the text names the fastest mesh.
+        InfeasiblePlan: so it is, and none fits.
     """
     graph, cluster, asked = case.graph, case.cluster, case.costs.step.micro_batches
-    if why_one_group(case, MOST_MESHED) or case.fold is None or graph.batch is None or graph.profiled:
+    if not _counted(case):
         return None
-    refused, batch = set[int](), asked * graph.batch
-    most = MOST_TASKS // len(graph.layers) if has_loss(graph) else 0
-    groups, schedule = case.request.stages, case.request.schedule
+    if why := _too_many_devices(case):
+        raise PlanError(why)
+    refused, batch = set[int](), asked * (graph.batch or 1)
+    most = MOST_TASKS // len(graph.layers), MOST_JOINED // len(graph.layers)
 
     def allowed(mesh: Mesh) -> bool:
-        if groups not in (None, mesh.groups) or schedule not in (None, mesh.schedule):
+        if mesh.micro_batches in refused or not _as_asked(case, mesh):
             return False
-        if mesh.micro_batches % asked or mesh.micro_batches in refused:
-            return False
-        return mesh.groups == 1 or mesh.micro_batches <= most
+        return mesh.groups == 1 or mesh.micro_batches <= most[mesh.state == STATES[0]]
 
     try:
-        blocks = blocks_of(graph)
-        few = with_fewer_blocks(graph, blocks, COPIES)
-        model = Model(few, blocks.copies, _held(case), case.request.precision)
-        links, known = Links(cluster, by_hand=False), None
+        model, links, known = _model(case), Links(cluster, by_hand=False), None
         memory_bytes = limit = min(cluster.memory_bytes)
         for _ in range(TRIES):
             known = _within(model, links, known, limit)
@@ -107,13 +109,61 @@ def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | No
             if peaks is None:
                 return None
             if max(peaks) <= memory_bytes:
-                whole_s = inf if groups else _whole_s(model, batch, links, asked)
+                whole_s = inf if case.request.stages else _whole_s(model, batch, links, asked)
                 without = partial(_without, model, batch, links, allowed, step, int(limit))
                 return Meshed(Staged(plan, own.step_s(plan), peaks), whole_s, without)
             limit = int(step.nbytes) - (max(peaks) - memory_bytes)
     except (CaptureError, InfeasiblePlan, PlanError):
         pass  # no blocks, no other batch, nothing that fits: the search over all layers says why
     return None
+
+
+def _too_many_devices(case: Case) -> str:
+    """The reason for which no mesh is laid out on so many devices, with the fastest one by count; empty where meshes
+    are, or there are no equal blocks.
+
+    Raises:
+        InfeasiblePlan: no mesh fits.
+    """
+    count = case.cluster.count
+    if count <= MOST_MESHED:
+        return ""
+    batch = case.costs.step.micro_batches * (case.graph.batch or 1)
+    try:
+        links = Links(case.cluster, by_hand=False)
+        step = fastest(_model(case), batch, links, lambda mesh: _as_asked(case, mesh)).step
+    except (CaptureError, PlanError):
+        return ""
+    return (
+        f"{case.graph.model}: plans of models that no single device holds are laid out on at most {MOST_MESHED} "
+        f"devices, and these are {count}; say --gpus {MOST_MESHED}, or fewer\n  by count alone, about "
+        f"{step.seconds:.3g} s a step and {size_text(step.nbytes)} on the fullest device: {step.mesh.describe()}"
+    )
+
+
+def _counted(case: Case) -> bool:
+    """Whether meshes of equal blocks may be plans of a case."""
+    graph = case.graph
+    nothing_else = not why_one_group(case, case.cluster.count)
+    return nothing_else and case.fold is not None and graph.batch is not None and not graph.profiled
+
+
+def _as_asked(case: Case, mesh: Mesh) -> bool:
+    """Whether a mesh has the stages, the schedule and the micro-batches that are asked for, and can have stages."""
+    request = case.request
+    if request.stages not in (None, mesh.groups) or request.schedule not in (None, mesh.schedule):
+        return False
+    return mesh.micro_batches % case.costs.step.micro_batches == 0 and (mesh.groups == 1 or has_loss(case.graph))
+
+
+def _model(case: Case) -> Model:
+    """The model of a case with few of its equal blocks, to be counted.
+
+    Raises:
+        CaptureError, PlanError: it has no equal blocks.
+    """
+    blocks = blocks_of(case.graph)
+    return Model(with_fewer_blocks(case.graph, blocks, COPIES), blocks.copies, _held(case), case.request.precision)
 
 
 def _within(model: Model, links: Links, known: tuple[Step, Parts] | None, limit: float) -> tuple[Step, Parts] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import lcm
 
 from parplan.cluster import Cluster
@@ -100,6 +100,11 @@ class Move:
     def value(self) -> str:
         """Name of the value."""
         return self.wanted.value
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether none that send receive, as from stage to stage."""
+        return {device for device, _ in self.sent}.isdisjoint(device for device, _ in self.received)
 
 
 @dataclass(frozen=True, eq=False)

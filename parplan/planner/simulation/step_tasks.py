@@ -9,23 +9,21 @@ that cross the boundary of passes travel beside the compute of a pass, those of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, product
 from typing import Any
 
 from parplan.cost_models.communication.traffic import traffic
-from parplan.lowering.pipeline.orders import Action
-from parplan.lowering.pipeline.stages import Pipeline
 from parplan.lowering.program import Code, Compute, Reduce, Regather, Split, Staged, Step, Transfer
 from parplan.planner.simulation.equal_lanes import EqualLanes
 from parplan.planner.simulation.list_schedule import Task
 from parplan.planner.simulation.priced_program import Busy, LayerWork, Move, PricedProgram
 from parplan.planner.simulation.slots import Slots, Tasks
 
-__all__ = ["Kind", "Lane", "Part", "Resource", "pipeline_parts", "step_parts"]
+__all__ = ["Kind", "Lane", "Part", "Resource", "StepTasks", "step_parts"]
 
 
 class Kind(Enum):
@@ -66,6 +64,7 @@ class Part(Task):
         exclusive, capacity: lanes, of equal ones the first.
         devices: all of them, also those whose lanes another's stand for.
         move: the transfer; `reverse` for its gradients, which go from the receivers to the senders.
+        fractions: parts of its seconds by kind, where it counts for several tasks; `kind` is that of the largest.
     """
 
     exclusive: tuple[Resource, ...] = ()
@@ -75,6 +74,12 @@ class Part(Task):
     devices: tuple[int, ...] = ()
     move: Move | None = None
     reverse: bool = False
+    fractions: tuple[tuple[Kind, float], ...] = ()
+
+    @property
+    def kinds(self) -> tuple[tuple[Kind | None, float], ...]:
+        """Its kind, or kinds, with their fractions of its seconds."""
+        return self.fractions or ((self.kind, 1.0),)
 
     @property
     def nbytes(self) -> float:
@@ -127,7 +132,7 @@ class _Gathers:
     last: Sequence[int] = ()
 
 
-class _StepTasks:
+class StepTasks:
     """Tasks of a program's entries as they are walked."""
 
     def __init__(self, priced: PricedProgram, equal: EqualLanes | None) -> None:
@@ -138,12 +143,12 @@ class _StepTasks:
             self.alike[one] = (*self.alike.get(one, ()), device)
         self.found: list[Part] = []
         self.begun: Tasks = ()  # barrier: tasks added from here on depend on these
-        self._held: dict[int, list[int]] = {device: [] for device in self.alike}  # what a device computes and sums
-        self._computed: dict[int, Tasks] = {}  # the last task on its compute lane
-        self._values, self._gradients = Slots(), Slots()
+        self.held: dict[int, list[int]] = {device: [] for device in self.alike}  # what a device computes and sums
+        self.computed: dict[int, Tasks] = {}  # the last task on its compute lane
+        self.values, self.gradients = Slots(), Slots()
         self._of_pass: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # compute of every pass
         self._crossed: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # transfers over the boundary for it
-        self._micro_batch: int | None = None  # of pipeline stages
+        self.micro_batch: int | None = None  # of pipeline stages
 
     def all(self) -> tuple[Part, ...]:
         """All tasks of a step, or of one of its micro-batches."""
@@ -163,55 +168,17 @@ class _StepTasks:
         priced = self.priced
         if layers := [own for own in priced.layers.values() if own.cost.update_s or own.cost.post_update_s]:
             self.update(layers)
-        for device, held in self._held.items():
+        for device, held in self.held.items():
             seconds = micro_batches * priced.overhead_s
             self.add(Kind.OVERHEAD, "", seconds, _lane(Lane.COMPUTE, (device,)), held, None, self.alike[device])
         return tuple(self.found)
-
-    def in_stages(self, pipeline: Pipeline, actions: Sequence[Action], before: PricedProgram) -> tuple[Part, ...]:
-        """All tasks of a step whose micro-batches go through pipeline stages; devices take theirs in this order.
-
-        Args:
-            before: prices of every micro-batch before the last.
-        """
-        last, every = self.priced, frozenset(self.priced.layers)
-        slots = [(Slots(), Slots()) for _ in range(1 + actions[-1].micro_batch)]
-        losses = dict[int, Tasks]()  # gates behind the losses of micro-batches
-
-        def enter(number: int) -> None:
-            self._micro_batch, (self._values, self._gradients) = number, slots[number]
-            self.priced, self.begun = last if number + 1 == len(slots) else before, ()
-
-        arrived: Tasks = ()
-        for number in range(len(slots)):
-            enter(number)
-            self.begun, before_them = arrived, len(self.found)
-            self.walk(pipeline.arrivals, Kind.FORWARD)
-            arrived = self.gate(range(before_them, len(self.found)))  # links carry one micro-batch after another
-        for action in actions:
-            enter(action.micro_batch)
-            stage = pipeline.stages[action.stage]
-            if action.forward:
-                self.walk(stage.forward, Kind.FORWARD)
-                continue
-            if action.micro_batch not in losses:
-                losses[action.micro_batch] = self.gate(
-                    task for slot in pipeline.homes for task in self._values.whole(slot)
-                )
-            self.begun = losses[action.micro_batch]
-            self.walk(stage.backward, Kind.BACKWARD, every)
-        for number in range(len(slots)):
-            enter(number)
-            self.walk(pipeline.deliveries, Kind.FORWARD)
-        self.begun = ()
-        return self.updates(len(slots))
 
     def pass_by_pass(self, staged: Staged) -> None:
         """Each pass goes back before the next one begins, and weights may be updated between them."""
         self.walk(staged.before, Kind.FORWARD)
         for number, one in enumerate(staged.passes):
             self.walk(one.forward, Kind.FORWARD)
-            results = [task for slot in one.outputs for task in self._values.whole(slot)]
+            results = [task for slot in one.outputs for task in self.values.whole(slot)]
             self.begun = self.gate([*results, *self._of_pass[Kind.FORWARD, number]])
             due = [own for own in self.priced.layers.values() if own.passes > 1 and (number + 1) % own.period == 0]
             self.walk(one.backward, Kind.BACKWARD, frozenset(own.name for own in due))
@@ -239,9 +206,9 @@ class _StepTasks:
         needed = tuple(dict.fromkeys((*self.begun, *after)))
         for resource in exclusive:
             if resource.lane in (Lane.COMPUTE, Lane.SUMS):
-                self._held[resource.device].append(len(self.found))
+                self.held[resource.device].append(len(self.found))
                 if resource.lane is Lane.COMPUTE:
-                    self._computed[resource.device] = (len(self.found),)
+                    self.computed[resource.device] = (len(self.found),)
         about = kind, what, number, devices, move, reverse
         self.found.append(Part(seconds, exclusive, capacity, needed, low_priority, *about))
         return len(self.found) - 1
@@ -261,7 +228,7 @@ class _StepTasks:
             due: layers that sum their gradients after these; None: all, in the pass that goes back last.
         """
         ahead = kind is Kind.FORWARD
-        slots = self._values if ahead else self._gradients
+        slots = self.values if ahead else self.gradients
         gathers = _Gathers()
         for step in steps:
             if isinstance(step, Reduce):
@@ -281,7 +248,7 @@ class _StepTasks:
             move = self.priced.moves.get(step.target) if isinstance(step, Transfer) else None
             if move is not None and (move.forward_s if ahead else move.backward_s) > 0:
                 begin, end = (move.given, move.wanted) if ahead else (move.wanted, move.given)
-                task = self.transfer(move, kind, slots.whole(begin.name))
+                task = self.transfer(move, kind, slots.whole(begin.name), partial(slots.at, begin.name))
                 slots.add(end.name, dict.fromkeys(end.devices, task))
                 continue
             targets = step.targets if isinstance(step, Split) else (step.target,)
@@ -296,7 +263,7 @@ class _StepTasks:
 
         A batch norm over replicas counts with its normalisation forward, and with its statistics backward.
         """
-        number = step.pass_number if self._micro_batch is None else self._micro_batch
+        number = step.pass_number if self.micro_batch is None else self.micro_batch
         devices = _ones(step.grid.devices, self.equal.computing)
         after = {device: [task for slot in needed for task in slots.at(slot, device)] for device in devices}
         if gathers.next or gathers.tasks or gathers.last:
@@ -312,7 +279,7 @@ class _StepTasks:
             for device in devices:
                 tasks: Iterable[int] = (own[device],) if device in own else after[device]
                 if number is not None:  # in the program's order, as a stream serves them
-                    tasks = (*tasks, *self._computed.get(device, ()))
+                    tasks = (*tasks, *self.computed.get(device, ()))
                 lanes, alike = _lane(Lane.COMPUTE, (device,)), self.alike[device]
                 if kind is Kind.BACKWARD and cost.replay_s > 0:
                     tasks = (self.add(Kind.FORWARD, name, cost.replay_s, lanes, tasks, number, alike),)
@@ -339,7 +306,7 @@ class _StepTasks:
                 beside, about = layer.group != group, (number, self.alike[device])
                 after = (*begun, *gathers.tasks.get(group, ())) if beside else ()
                 if number is not None:  # in the program's order
-                    after = (*after, *self._computed.get(device, ()))
+                    after = (*after, *self.computed.get(device, ()))
                 if beside and layer.cost.gather_interference_s > 0:
                     lanes, held_s = _lane(Lane.COMPUTE, (device,)), layer.cost.gather_interference_s
                     self.add(Kind.TRANSFER, layer.name, held_s, lanes, after, *about)
@@ -361,12 +328,16 @@ class _StepTasks:
             exclusive = self.lane(Lane.SUMS, layer.devices)
             self.add(Kind.REDUCTION, name, beside_s, exclusive, own.values(), number, layer.devices)
 
-    def transfer(self, move: Move, kind: Kind, after: Tasks) -> int:
-        """A transfer or its way back; what crosses the boundary of passes waits for the pass before."""
+    def transfer(self, move: Move, kind: Kind, after: Tasks, given: Callable[[int], Tasks]) -> int:
+        """A transfer or its way back; what crosses the boundary of passes waits for the pass before.
+
+        Args:
+            given: those of `after` on a device.
+        """
         forward, number = kind is Kind.FORWARD, move.wanted.pass_number
         # From stage to stage it travels while both compute: what is sent is not waited for, and has been asked for.
-        between = self._micro_batch is not None and {d for d, _ in move.sent}.isdisjoint(d for d, _ in move.received)
-        number, beside = (self._micro_batch, between) if self._micro_batch is not None else (number, move.beside)
+        between = self.micro_batch is not None and move.apart
+        number, beside = (self.micro_batch, between) if self.micro_batch is not None else (number, move.beside)
         seconds = move.forward_s if forward else move.backward_s
         ends = (move.sent, move.received) if forward else (move.received, move.sent)
         about: dict[str, Any] = {
@@ -386,10 +357,12 @@ class _StepTasks:
         if between and held_s:  # it takes that much from the compute of each side: neither waits for the other,
             sides = (tuple(device for device, _ in side) for side in (move.sent, move.received))
             parts = [self.lane(Lane.COMPUTE, side) for side in sides][:: 1 if forward else -1]
-            last = dict(self._computed)
-            own, other = (self.add(Kind.TRANSFER, move.value, held_s, side, after, **about) for side in parts)
-            self._computed = last  # and what a side computes next does not wait for it
-            return self.gate((self.add(Kind.TRANSFER, move.value, hidden_s, (), (own,), **about), other))[0]
+            last = dict(self.computed)
+            alone = {**about, "capacity": NONE}
+            own = [self.add(Kind.TRANSFER, move.value, held_s, (one,), given(one.device), **alone) for one in parts[0]]
+            other = [self.add(Kind.TRANSFER, move.value, held_s, (one,), after, **alone) for one in parts[1]]
+            self.computed = last  # and what a side computes next does not wait for it
+            return self.gate((self.add(Kind.TRANSFER, move.value, hidden_s, (), own, **about), *other))[0]
         if held_s or not beside:  # also where the processor that computes carries
             after = (self.add(Kind.TRANSFER, move.value, held_s, compute, after, **about),)
         if beside and (hidden_s or not held_s):
@@ -401,7 +374,7 @@ class _StepTasks:
     def update(self, layers: Sequence[LayerWork]) -> list[int]:
         """Devices update what they hold of these layers, when their compute and sums are done; then come late sums."""
         updated = dict[int, int]()
-        for device, held in self._held.items():
+        for device, held in self.held.items():
             lanes = (*_lane(Lane.COMPUTE, (device,)), *_lane(Lane.SUMS, (device,)))
             seconds = sum(layer.cost.update_s for layer in layers if device in layer.devices)
             updated[device] = self.add(Kind.UPDATE, "", seconds, lanes, held, None, self.alike[device])
@@ -414,27 +387,10 @@ class _StepTasks:
         return found
 
 
-def pipeline_parts(
-    priced: PricedProgram,
-    pipeline: Pipeline,
-    actions: Sequence[Action],
-    before: PricedProgram,
-    equal: EqualLanes | None = None,
-) -> tuple[Part, ...]:
-    """Everything there is to do in one training step whose micro-batches go through pipeline stages.
-
-    Args:
-        priced: of the last micro-batch.
-        before: of those before it.
-        equal: lanes of which one has the tasks of all; None: each has its own.
-    """
-    return _StepTasks(priced, equal).in_stages(pipeline, actions, before)
-
-
 def step_parts(priced: PricedProgram, equal: EqualLanes | None = None) -> tuple[Part, ...]:
     """Everything there is to do in one training step or micro-batch, in the order of the program.
 
     Args:
         equal: as for `pipeline_parts`.
     """
-    return _StepTasks(priced, equal).all()
+    return StepTasks(priced, equal).all()

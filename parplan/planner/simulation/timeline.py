@@ -36,10 +36,16 @@ from parplan.lowering.pipeline.stages import pipeline
 from parplan.plan import SCHEDULES, Plan
 from parplan.planner.simulation.equal_lanes import EqualLanes
 from parplan.planner.simulation.list_schedule import NOTHING, Span, schedule
+from parplan.planner.simulation.pipeline_tasks import pipeline_parts
 from parplan.planner.simulation.priced_program import RUNTIME_POLICY, PassPolicy, lowered, priced
-from parplan.planner.simulation.step_tasks import Kind, Lane, Part, Resource, pipeline_parts, step_parts
+from parplan.planner.simulation.step_tasks import Kind, Lane, Part, Resource, step_parts
 
 __all__ = ["Activity", "Kind", "Lane", "PassPolicy", "Resource", "Timeline", "simulate"]
+
+
+MOST_BY_LAYER = 100_000
+"""Layers x micro-batches up to which a pipeline is simulated layer by layer, in about ten seconds; of more, tasks that
+follow each other on a device count as one, and the step is within 1 % of that."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,9 @@ class Timeline:
         own_s: dict[Kind | None, float] = dict.fromkeys((*Kind, None), 0.0)
         waits_s = dict.fromkeys(Kind, 0.0)
         for index in self._computing.get(self.equal.computing[device], ()):
-            own_s[self.parts[index].kind] += self.spans[index].end_s - self.spans[index].start_s
+            seconds = self.spans[index].end_s - self.spans[index].start_s
+            for kind, share in self.parts[index].kinds:
+                own_s[kind] += share * seconds
         for one in self.waits(device):
             waits_s[one.kind] += one.end_s - one.start_s
         return {kind: own_s[kind] + waits_s[kind] for kind in Kind}
@@ -145,8 +153,11 @@ class Timeline:
         while index != NOTHING and until_s > since_s:
             span, part = self.spans[index], self.parts[index]
             start_s, end_s = max(since_s, span.start_s), min(until_s, span.end_s)
-            if part.kind is not None and end_s > start_s:
-                yield Activity(part.kind, part.what, part.number, start_s, end_s)
+            seconds = end_s - start_s
+            for kind, share in reversed(part.kinds) if seconds > 0 else ():
+                if kind is not None:
+                    yield Activity(kind, part.what, part.number, end_s - share * seconds, end_s)
+                end_s -= share * seconds
             until_s = span.start_s
             index = span.critical_predecessor
 
@@ -170,7 +181,8 @@ def simulate(
         in_stages = pipeline(graph, program)
         numbers = in_stages.numbers
         actions = merged(orders(plan.schedule, len(numbers.groups), numbers.count, count))
-        parts = pipeline_parts(work, in_stages, actions, before, equal)
+        joined = len(graph.layers) * count > MOST_BY_LAYER
+        parts = pipeline_parts(work, in_stages, actions, before, equal, joined)
         return Timeline(parts, schedule(parts), equal)
     parts = step_parts(work, equal)
     last = Timeline(parts, schedule(parts), equal)

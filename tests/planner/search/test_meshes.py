@@ -16,6 +16,7 @@ from parplan.api import analyze, verify
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.roofline import RooflineCosts
+from parplan.errors import InfeasiblePlan, PlanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
@@ -167,6 +168,19 @@ def test_fewer_samples_than_devices_leave_stages_alone() -> None:
 
 def test_the_number_of_micro_batches_asked_for_is_kept() -> None:
     assert planned(micro_batches=4).plan.micro_batches == 4
+
+
+def test_on_more_devices_than_plans_are_laid_out_for_the_fastest_mesh_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned()
+    monkeypatch.setattr("parplan.planner.search.meshes.MOST_MESHED", 3)
+    with pytest.raises(PlanError, match="laid out on at most 3 devices, and these are 4; say --gpus 3") as refused:
+        analyze(Deep(), inputs(), **SMALL)
+    text = str(refused.value)
+    assert f"{found.plan.micro_batches} micro-batches of" in text
+    seconds = float(text.partition("about ")[2].partition(" s a step")[0])
+    assert seconds == pytest.approx(found.prediction.step_s, rel=0.2)
+    with pytest.raises(InfeasiblePlan, match="no mesh of 4 devices"):
+        analyze(Deep(), inputs(), **{**SMALL, "memory_bytes": 10 << 20})
 
 
 def test_a_mesh_trains_as_the_plain_model() -> None:

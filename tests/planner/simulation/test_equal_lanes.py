@@ -18,7 +18,7 @@ from parplan.planner.mesh.step import Mesh
 from parplan.planner.simulation.equal_lanes import EqualLanes
 from parplan.planner.simulation.priced_program import PricedProgram, lowered, priced
 from parplan.planner.simulation.step_tasks import step_parts
-from parplan.planner.simulation.timeline import Timeline, simulate
+from parplan.planner.simulation.timeline import Kind, Timeline, simulate
 from parplan.report.pictures.lanes import Block, device_lanes
 from tests.planner.mesh.decoders import DecoderMeshes, Priced
 from tests.planner.random_plans import case, random_plans
@@ -70,6 +70,24 @@ def test_a_mesh_takes_what_its_devices_take_one_by_one(mesh: Mesh) -> None:
     assert len(found.parts) <= len(each.parts)
     if mesh.data * mesh.tensor > 4:
         assert len(found.parts) < 0.75 * len(each.parts)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("mesh", MESHES, ids=Mesh.describe)
+def test_tasks_that_count_as_one_take_as_long(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers of tensor groups share links with messages: by their mean, so not to the last digit."""
+    of, found = of_mesh(mesh), simulate(*of_mesh(mesh))
+    monkeypatch.setattr("parplan.planner.simulation.timeline.MOST_BY_LAYER", 0)
+    joined = simulate(*of)
+    assert len(joined.parts) < 0.8 * len(found.parts)
+    assert joined.step_s == pytest.approx(found.step_s, rel=0.01)
+    busy_s = [dict[Kind | None, float].fromkeys((*Kind, None), 0.0) for _ in (found, joined)]
+    for own_s, timeline in zip(busy_s, (found, joined), strict=True):
+        for part in timeline.parts:
+            for kind, share in part.kinds if part.exclusive else ():
+                own_s[kind] += share * part.seconds
+        assert sum(timeline.critical_s.values()) == pytest.approx(timeline.step_s, rel=1e-9)
+    assert busy_s[0] == pytest.approx(busy_s[1], rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

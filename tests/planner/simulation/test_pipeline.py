@@ -22,8 +22,8 @@ from parplan.lowering.pipeline.stages import pipeline
 from parplan.planner.decide import predict
 from parplan.planner.search.context import pipeline_peaks
 from parplan.planner.simulation.list_schedule import schedule as scheduled
+from parplan.planner.simulation.pipeline_tasks import pipeline_parts
 from parplan.planner.simulation.priced_program import PricedProgram, lowered, priced
-from parplan.planner.simulation.step_tasks import pipeline_parts
 from tests.runtime.pipeline_cases import Staging
 
 WIDTH, BATCH, DEVICES = 64, 48, 4
@@ -103,6 +103,7 @@ def drawn(work: PricedProgram, seed: int) -> PricedProgram:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_step_is_the_longest_path_through_the_table(schedule: str, seed: int) -> None:
+    """Also where layers that follow each other count as one task, as nothing in a stage shares links with messages."""
     count, rounds = ((2, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 3))[seed % 6]
     graph, cluster, costs = chain(count)
     plan = Staging(DEVICES, DEVICES, count, schedule, rounds).plan(graph)
@@ -111,7 +112,9 @@ def test_the_step_is_the_longest_path_through_the_table(schedule: str, seed: int
     numbers = stages.numbers
     own = orders(schedule, DEVICES, numbers.count, count)
     before = replace(work, layers={n: replace(one, cost=one.cost.before_last) for n, one in work.layers.items()})
-    spans = scheduled(pipeline_parts(work, stages, merged(own), before))
+    parts = pipeline_parts(work, stages, merged(own), before)
+    joined = pipeline_parts(work, stages, merged(own), before, joined=True)
+    assert len(joined) < len(parts)
     costs_of = [[work.layers[n].cost for n in graph.layers if numbers.of[n] == k] for k in range(numbers.count)]
     seconds = {(k, True): sum(cost.forward_s for cost in known) for k, known in enumerate(costs_of)}
     seconds |= {(k, False): sum(cost.backward_s for cost in known) for k, known in enumerate(costs_of)}
@@ -122,7 +125,8 @@ def test_the_step_is_the_longest_path_through_the_table(schedule: str, seed: int
     updates = [sum(c.update_s for k in range(g, numbers.count, DEVICES) for c in costs_of[k]) for g in range(DEVICES)]
     done = longest_path(own, seconds, messages)
     expected = max(end + update for end, update in zip(done, updates, strict=True))
-    assert max(span.end_s for span in spans) == pytest.approx(expected, rel=1e-9)
+    for tasks in (parts, joined):
+        assert max(span.end_s for span in scheduled(tasks)) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("hidden", [0.999999, 0.5])
