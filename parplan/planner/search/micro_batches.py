@@ -321,10 +321,11 @@ class _Counts:
             if search is None or self._case.deadline.over():
                 break
             below_s = self.best.fastest_s if self.best is not None else inf
-            least_s = min(least_s, search.least_work_s())
+            own_s = search.least_work_s()
+            least_s = min(least_s, own_s)
             if count * self._whole == 1:
                 continue  # no pipeline, and what its plans take at least
-            staged = fastest_in_stages(search, below_s, groups)
+            staged = fastest_in_stages(search, below_s, own_s, groups)
             if staged is None:
                 continue
             self._take(search, staged, least_s, STAGES)
@@ -425,7 +426,9 @@ class _Counts:
         most_s, bound_s = (1 + best.case.request.tolerance) * best.fastest_s, best.found.proof.bound
         best = next((one for one in self._before if one.found.proof.objective <= most_s), best)
         proof, bound_s = best.found.proof, min(bound_s, *self._bounds_s.values(), inf)
-        if self.best is not None and bound_s < proof.bound:
+        if self.best is not None and bound_s <= 0 and best.case.request.plan is None:
+            bound_s = self._least_s  # a search that the time ended knows no more
+        if self.best is not None and (bound_s < proof.bound or proof.bound <= 0):
             gap = 1 - bound_s / proof.objective
             status = (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value
             proof = replace(proof, bound=bound_s, gap=gap, status=status)

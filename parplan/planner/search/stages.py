@@ -79,11 +79,12 @@ def why_one_group(case: Case, most: int = SIMULATED) -> str:
     return ""
 
 
-def fastest_in_stages(search: Formulations, below_s: float, groups: int | None = None) -> Staged | None:
+def fastest_in_stages(search: Formulations, below_s: float, least_s: float, groups: int | None = None) -> Staged | None:
     """The fastest plan in stages that fits and takes less than `below_s`, of those that are tried.
 
     Args:
         search: of the number of micro-batches that is asked.
+        least_s: seconds of all its work, shared by all devices.
         groups: of devices; None: every number that divides them.
     """
     case, best = search.case, None
@@ -91,6 +92,10 @@ def fastest_in_stages(search: Formulations, below_s: float, groups: int | None =
     for number in (n for n in range(2, count + 1) if count % n == 0 and n <= micro_batches and groups in (None, n)):
         if case.deadline.over():
             break
+        # Stages are cut about equal: each group waits for as many of them as there are groups before it, or behind.
+        rounds = ROUNDS[-1] if case.request.schedule != "gpipe" and micro_batches % number == 0 else 1
+        if least_s * (1 + (number - 1) / (rounds * micro_batches)) >= below_s:
+            continue
         layers = _one_stage(search, number, below_s)
         if layers is None:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
@@ -19,8 +19,10 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.resized import at_batch
+from parplan.plan import Strategy
 from parplan.planner.search.context import pipeline_peaks
-from parplan.planner.search.stages import _Load
+from parplan.planner.search.formulations import Formulations
+from parplan.planner.search.stages import Staged, _Load, _one_stage, fastest_in_stages
 from parplan.planner.simulation.timeline import simulate
 from parplan.report.analysis import Analysis
 
@@ -77,6 +79,27 @@ def test_taken_where_memory_is_short_and_links_are_slow() -> None:
     assert "through pipeline stages" in " ".join(text.split())
     assert "on device 0, stage 1" in text
     assert ", stages" in text
+
+
+@pytest.mark.parametrize("machine", [("4x1", "10gbe"), ("2x2", "pcie3"), ("4", "nvlink2")])
+def test_stages_that_wait_too_long_are_not_solved(machine: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is that of all numbers of groups and micro-batches, of which fewer are solved."""
+    solved = list[int]()
+
+    def one_stage(search: Formulations, groups: int, below_s: float) -> Mapping[str, Strategy] | None:
+        solved.append(groups)
+        return _one_stage(search, groups, below_s)
+
+    def all_of_them(search: Formulations, below_s: float, least_s: float, groups: int | None) -> Staged | None:
+        return fastest_in_stages(search, below_s, 0.0, groups)
+
+    monkeypatch.setattr("parplan.planner.search.stages._one_stage", one_stage)
+    monkeypatch.setattr("parplan.planner.search.micro_batches.IDLE", 0.0)
+    found, few = planned(gpus=machine[0], link=machine[1]), len(solved)
+    monkeypatch.setattr("parplan.planner.search.micro_batches.fastest_in_stages", all_of_them)
+    every = planned(gpus=machine[0], link=machine[1])
+    assert found.prediction.step_s == pytest.approx(every.prediction.step_s, rel=1e-9)
+    assert few < len(solved) - few
 
 
 def test_stages_that_are_asked_for_are_kept() -> None:
