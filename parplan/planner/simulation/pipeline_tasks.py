@@ -33,7 +33,6 @@ JOINED = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.TRANSFER})
 Lookup = Callable[["_PipelineTasks"], Iterable[int]]
 """Tasks that others have listed, of the micro-batch that is being taken."""
 
-
 Filled = tuple[str, Mapping[int, int] | str]
 """A slot with tasks by device that fill it, or with another slot that does."""
 
@@ -84,6 +83,11 @@ class _Listed(Slots):
         return self._known[names, device]
 
 
+def _last_on(device: int) -> Lookup:
+    """The last task on a device's compute lane."""
+    return lambda now: now.computed.get(device, ())
+
+
 @dataclass(frozen=True, eq=False)
 class _Listing:
     """The tasks of a stage's forward or backward, whatever the micro-batch.
@@ -110,7 +114,7 @@ class _Listing:
         own, outside = StepTasks(now.priced, now.equal), list[Lookup]()
         slots = _Listed(outside, now, not forward)
         for device in own.alike:
-            outside.append(lambda now, device=device: now.computed.get(device, ()))  # type: ignore[misc]
+            outside.append(_last_on(device))
             own.computed[device] = (-len(outside),)
         outside.append(lambda now: now.begun)
         own.begun, own.micro_batch = (-len(outside),), 0
