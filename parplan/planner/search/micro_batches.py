@@ -428,7 +428,7 @@ class _Counts:
         proof, bound_s = best.found.proof, min(bound_s, *self._bounds_s.values(), inf)
         if self.best is not None and bound_s <= 0 and best.case.request.plan is None:
             bound_s = self._least_s  # a search that the time ended knows no more
-        if self.best is not None and (bound_s < proof.bound or proof.bound <= 0):
+        if self.best is not None and (bound_s < proof.bound or proof.bound <= 0 < bound_s):
             gap = 1 - bound_s / proof.objective
             status = (Status.OPTIMAL if gap <= GAP else Status.FEASIBLE).value
             proof = replace(proof, bound=bound_s, gap=gap, status=status)
