@@ -34,7 +34,7 @@ TRIES = 6
 """Meshes that are laid out, each with less memory than the one before by what that one's plan lacked."""
 
 MOST_MESHED = 512
-"""Devices up to which meshes are laid out: 405 B parameters take about a minute there, and 1.4 GiB."""
+"""Devices up to which meshes are laid out: 405 B parameters take about a minute there, and 1.2 GiB."""
 
 MOST_TASKS, MOST_JOINED = 100_000, 600_000
 """Tasks of a simulated step, counted as layers x micro-batches, up to which meshes in stages are compared: about twelve
@@ -120,7 +120,7 @@ def fastest_mesh(case: Case, sized: Callable[[int], Case | None]) -> Meshed | No
 
 def _too_many_devices(case: Case) -> str:
     """The reason for which no mesh is laid out on so many devices, with the fastest one by count; empty where meshes
-    are, or there are no equal blocks.
+    are, or none can be counted.
 
     Raises:
         InfeasiblePlan: no mesh fits.

@@ -77,8 +77,10 @@ class Formulation:
         count, arrangements = len(self.options), [[one.strategy.arrangement for one in own] for own in self.options]
         readers = {one.node: one.reader for one in self.reused}
         # Where a transfer counts in another block than its reader's (passes), the reader is the one that takes it.
-        taken = ((e, e.counted_at if e.reader is None else readers.get(e.target, e.reader)) for e in self.parts.edges)
-        ends = ((e.source, e.target if e.target < count else reader) for e, reader in taken)
+        ends = (
+            (e.source, e.target if e.target < count or e.reader is None else readers.get(e.target, e.reader))
+            for e in self.parts.edges
+        )
         return tuple(
             Edge(source, target, np.where(equal(arrangements[source], arrangements[target]), 0.0, self.times(target)))
             for source, target in dict.fromkeys(ends)

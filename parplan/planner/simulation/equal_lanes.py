@@ -44,7 +44,7 @@ class EqualLanes:
         for move in moves:
             blocks += [move.devices, move.given.devices, move.wanted.devices]
             sides = [tuple(device for device, _ in side) for side in (move.sent, move.received)]
-            blocks += sides if set(sides[0]).isdisjoint(sides[1]) else []  # from stage to stage, each holds its own
+            blocks += sides if move.apart else []  # from stage to stage, each holds its own
         shares = [side for move in moves for side in (move.sent, move.received)]
         count = priced.program.devices
         together = (tuple((device, 1.0) for device in block) for block in dict.fromkeys(blocks))
