@@ -5,7 +5,9 @@ When a new torch changes one of these, it is changed here and nowhere else.
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,7 +27,7 @@ from torch.utils import checkpoint
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 __all__ = [
-    "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "call_hooks_with_gradients_only",
+    "FOREACH_CLASSES", "Version", "WeakGroup", "as_subclass_with_dispatch", "become", "call_hooks_with_gradients_only",
     "default_store", "gather_slices", "gradient_hooks", "group_timeout", "in_backward", "keeps_graph",
     "local_ops_only", "memory_in_use", "read_all", "recomputed_once", "replace_given_data", "state_by_block",
     "sum_to_slices", "support_foreach", "tensors_of_memory", "version", "without_tensor_hooks",
@@ -204,6 +206,55 @@ def without_weak_references(module: nn.Module) -> Iterator[None]:
     finally:
         for layer, weights in zip(layers, known, strict=True):
             layer._flat_weight_refs = [weakref.ref(weight) if weight is not None else None for weight in weights]
+
+
+class WeakGroup:
+    """A process group by weak reference, so that `destroy_process_group` destroys it and joins its threads.
+
+    A thread of gloo that frees a tensor needs the interpreter: one that is still there when the interpreter ends aborts
+    the process, or waits forever.
+
+    Args:
+        group: None for the default group, or torch's number for a group that this process is not in.
+    """
+
+    def __init__(self, group: Any) -> None:
+        is_group = isinstance(group, dist.ProcessGroup)
+        self._group = weakref.ref(group) if is_group else None
+        self._other = None if is_group else group
+
+    def __call__(self) -> Any:
+        """The group, as it was given.
+
+        Raises:
+            RuntimeError: the group is destroyed.
+        """
+        if self._group is None:
+            return self._other
+        group = self._group()
+        if group is None:
+            raise RuntimeError("its process group is destroyed (torch.distributed.destroy_process_group)")
+        return group
+
+
+def release_destroyed_group() -> None:
+    """Let go of a destroyed default group that torch itself still holds, so that its threads end (see `WeakGroup`).
+
+    `torch.distributed.nn.functional`, which torch.export imports, has the default group of that moment as the default
+    argument of its functions. None stands for the default group as well.
+    """
+    module = sys.modules.get("torch.distributed.nn.functional")
+    if module is None or dist.is_initialized():
+        return
+    for function in vars(module).values():
+        if inspect.isfunction(function) and function.__defaults__:
+            function.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value for value in function.__defaults__
+            )
+
+
+if dist.is_available():
+    atexit.register(release_destroyed_group)
 
 
 def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:

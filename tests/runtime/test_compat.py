@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
+import sys
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from parplan.graph.export.stand_ins import DataDetached
 from parplan.runtime.compat import (
     FOREACH_CLASSES,
+    WeakGroup,
     as_subclass_with_dispatch,
     become,
     default_store,
@@ -31,6 +34,7 @@ from parplan.runtime.compat import (
     local_ops_only,
     memory_in_use,
     read_all,
+    release_destroyed_group,
     replace_given_data,
     state_by_block,
     support_foreach,
@@ -245,6 +249,37 @@ def lone_process() -> Iterator[None]:
 def test_a_process_group_tells_its_timeout() -> None:
     assert group_timeout(None) == timedelta(seconds=77)
     assert group_timeout(dist.new_group([0], timedelta(seconds=5))) == timedelta(seconds=5)
+
+
+@pytest.mark.usefixtures("lone_process")
+def test_a_weak_group_goes_with_its_group() -> None:
+    group = dist.new_group([0])
+    own, default = WeakGroup(group), WeakGroup(None)
+    assert own() is group
+    assert default() is None
+    dist.destroy_process_group()
+    assert own() is group  # held here
+    del group
+    with pytest.raises(RuntimeError, match="process group is destroyed"):
+        own()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.usefixtures("lone_process")
+def test_the_default_group_that_torch_holds_is_released_once_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "torch.distributed.nn.functional"
+    monkeypatch.delitem(sys.modules, name, raising=False)  # a fresh one is imported here, and leaves with the test
+    held = importlib.import_module(name)
+    known = weakref.ref(dist.group.WORLD)
+    assert inspect.signature(held.all_reduce).parameters["group"].default is known()
+    release_destroyed_group()
+    assert inspect.signature(held.all_reduce).parameters["group"].default is known()  # in use
+    dist.destroy_process_group()
+    assert known() is not None
+    release_destroyed_group()
+    assert inspect.signature(held.all_reduce).parameters["group"].default is None
+    assert known() is None
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 
 @pytest.mark.usefixtures("lone_process")

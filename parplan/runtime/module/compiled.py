@@ -120,7 +120,7 @@ class Compiled(Wrapped):
         self._batch: int | None = None
         self._latest: Captured | None = None
         self._given: dict[str, Any] = {
-            "devices": devices, "output_device": output_device, "dim": dim, "batch_norm": batch_norm, "group": group,
+            "devices": devices, "output_device": output_device, "dim": dim, "batch_norm": batch_norm,
             "scalars": scalars, "inputs": inputs, "same_draws": same_draws, "dropout": dropout, "threads": threads,
             "check": check, "start": start,
         }  # fmt: skip
@@ -365,8 +365,7 @@ class Compiled(Wrapped):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The group of processes that run the model together; None for the default group, or for one process."""
-        group: dist.ProcessGroup | None = self._given["group"]
-        return group
+        return self._transport.process_group
 
     @property
     def checked(self) -> tuple[CheckRecord, ...]:
@@ -433,7 +432,7 @@ class Compiled(Wrapped):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         """A compiled copy of the module, with the same plan; sharded parameters stay cut as they are."""
-        twin = Compiled(copy.deepcopy(self.module, memo), self._planner, **self._given)
+        twin = Compiled(copy.deepcopy(self.module, memo), self._planner, group=self.process_group, **self._given)
         twin._captures.plan, twin._captures.planned = self.plan, self._captures.planned
         twin.predict_times, twin.report = self.predict_times, self.report
         return twin

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.layout import Block, Range, regions_of, shape_of
-from parplan.runtime.compat import group_timeout
+from parplan.runtime.compat import WeakGroup, group_timeout
 from parplan.runtime.transport.base import Transport, block, block_values
 
 __all__ = ["Placement", "TaggedCollectives"]
@@ -41,7 +41,7 @@ class TaggedCollectives:
         # Names of groups are numbered by all processes together, so where all are here they make this one together.
         part = transport.processes < dist.get_world_size()
         timeout = group_timeout(transport.process_group)
-        self._group = dist.new_group(transport.ranks, timeout, "gloo", use_local_synchronization=part)
+        self._group = WeakGroup(dist.new_group(transport.ranks, timeout, "gloo", use_local_synchronization=part))
 
     @staticmethod
     def of(transport: Transport) -> TaggedCollectives:
@@ -92,7 +92,7 @@ class TaggedCollectives:
     def _all_gather(self, tag: str, own: Tensor) -> Tensor:
         found = [torch.empty_like(own) for _ in range(self.processes)]
         try:
-            dist.all_gather(found, own, group=self._group)
+            dist.all_gather(found, own, group=self._group())
         except RuntimeError as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RuntimeFailure(

@@ -40,7 +40,6 @@ class Transport(ABC):
         processes: how many processes share the logical devices.
         rank: of this process among them.
         ranks: those of the processes, as numbered among all.
-        process_group: of torch.distributed; None for the default one, or for one process.
         collectives: exchanges of equal slices are collectives of torch.distributed, among groups made ready for them.
     """
 
@@ -48,9 +47,13 @@ class Transport(ABC):
     processes = 1
     rank = 0
     ranks: Sequence[int] = (0,)
-    process_group: dist.ProcessGroup | None = None
     collectives = False
     tagged: Any = None  # collectives of sharded state, made at the first request (sharded_state/block_placement.py)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group of torch.distributed; None for the default one, or for one process."""
+        return None
 
     @abstractmethod
     def physical(self, device: int) -> torch.device:

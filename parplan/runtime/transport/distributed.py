@@ -21,7 +21,7 @@ from torch import Tensor
 from parplan.errors import RuntimeFailure
 from parplan.layout import EqualSlices, Piece, shape_of
 from parplan.lowering.program import Exchange
-from parplan.runtime.compat import gather_slices, sum_to_slices
+from parplan.runtime.compat import WeakGroup, gather_slices, sum_to_slices
 from parplan.runtime.transport.base import Held, Pending, Transport, assemble, block
 from parplan.runtime.transport.rendezvous import RankAlone, Rendezvous
 
@@ -143,18 +143,24 @@ class DistributedTransport(Transport):
     def __init__(
         self, device: torch.device, group: dist.ProcessGroup | None = None, collectives: bool | None = None
     ) -> None:
-        self._group = self.process_group = group
+        self._group = WeakGroup(group)
         self._device = device
         self.collectives = device.type != "cpu" if collectives is None else collectives
         self.rank = dist.get_rank(group)
         self.processes = dist.get_world_size(group)
         self.ranks = [self._peer(rank) for rank in range(self.processes)]
         self.owned: tuple[int, ...] = (self.rank,)
-        self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.processes)): group}
+        self._groups: dict[tuple[int, ...], WeakGroup] = {tuple(range(self.processes)): self._group}
         self._sent: list[_Sent] = []
         self._earlier: list[int] = []  # how many of them had been sent in calls of `free_earlier`, of the last LAG
         self._kept: dict[Hashable, Tensor] = {}
         self._rendezvous: Rendezvous | None = None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group of the ranks; None for the default one."""
+        group: dist.ProcessGroup | None = self._group()
+        return group
 
     def physical(self, device: int) -> torch.device:
         """This rank's physical device."""
@@ -190,7 +196,7 @@ class DistributedTransport(Transport):
         key = tuple(devices)
         if key not in self._groups:
             with explained(f"making a group of ranks {key}", self.rank):
-                self._groups[key] = dist.new_group([self._peer(device) for device in key])
+                self._groups[key] = WeakGroup(dist.new_group([self._peer(device) for device in key]))
 
     def start(self, exchange: Exchange, tensors: Held) -> Pending:
         """Send this rank's blocks, begin to receive what it needs."""
@@ -219,9 +225,10 @@ class DistributedTransport(Transport):
 
     def _begin(self, messages: Sequence[_Message]) -> Sequence[Any]:
         """Begin to send and receive; on the CPU one by one, as a batch checks each again and does the same."""
+        group = self.process_group
         if self._device.type == "cpu":
-            return [begin(tensor, peer, self._group) for begin, tensor, peer in messages]
-        return dist.batch_isend_irecv([dist.P2POp(*one, self._group) for one in messages]) if messages else []
+            return [begin(tensor, peer, group) for begin, tensor, peer in messages]
+        return dist.batch_isend_irecv([dist.P2POp(*one, group) for one in messages]) if messages else []
 
     def message(self, name: Hashable, tensors: Sequence[Tensor]) -> Tensor:
         """The tensors behind each other; on the CPU in memory that is kept, as new memory costs as much as the copy."""
@@ -246,25 +253,25 @@ class DistributedTransport(Transport):
         result = torch.empty((rows, *given.shape[1:]), dtype=exchange.dtype, device=self._device)
         given = given.contiguous()
         with explained(exchange.name, self.rank):
-            work = run(result, given, group=self._groups[group], async_op=True)
+            work = run(result, given, group=self._groups[group](), async_op=True)
         return _Collective(self, exchange.name, work, result, given, count if slices.gathered else 1, slices.dim)
 
     def reduce(self, name: str, group: Sequence[int], flats: Held) -> _Collective:
         """Start an all-reduce in place of this rank's flat tensor over `group`."""
         flat = flats[self.rank]
         with explained(name, self.rank):
-            work = dist.all_reduce(flat, group=self._groups[tuple(group)], async_op=True)
+            work = dist.all_reduce(flat, group=self._groups[tuple(group)](), async_op=True)
         return _Collective(self, name, work, flat)
 
     def broadcast(self, name: str, tensor: Tensor, source: int, devices: Sequence[int]) -> None:
         """Overwrite `tensor` on all of `devices` with that of `source`."""
         with explained(name, self.rank):
-            dist.broadcast(tensor, self._peer(source), group=self._groups[tuple(devices)])
+            dist.broadcast(tensor, self._peer(source), group=self._groups[tuple(devices)]())
 
     def start_broadcast(self, name: str, tensor: Tensor, source: int) -> _Collective:
         """As `Transport.start_broadcast`."""
         with explained(name, self.rank):
-            work = dist.broadcast(tensor, self._peer(source), group=self._group, async_op=True)
+            work = dist.broadcast(tensor, self._peer(source), group=self.process_group, async_op=True)
         return _Collective(self, name, work, tensor)
 
     def open_rendezvous(self) -> None:
@@ -296,14 +303,14 @@ class DistributedTransport(Transport):
         """The text that every rank passes here, by rank."""
         found: list[Any] = [None] * self.processes
         with explained("exchanging findings of the self-check", self.rank):
-            dist.all_gather_object(found, text, group=self._group)
+            dist.all_gather_object(found, text, group=self.process_group)
         return [str(entry) for entry in found]
 
     def gather_tensors(self, name: str, own: Tensor) -> list[Tensor]:
         """Every rank's tensor, by rank; all of one shape and type."""
         found = [torch.empty_like(own) for _ in range(self.processes)]
         with explained(name, self.rank):
-            dist.all_gather(found, own, group=self._group)
+            dist.all_gather(found, own, group=self.process_group)
         return found
 
     def from_first(self, make: Callable[[], str]) -> str:
@@ -316,7 +323,7 @@ class DistributedTransport(Transport):
             except Exception as caught:
                 error, told[1] = caught, str(caught)
         with explained("sharing rank 0's plan", self.rank):
-            dist.broadcast_object_list(told, self._peer(0), group=self._group, device=self._device)
+            dist.broadcast_object_list(told, self._peer(0), group=self.process_group, device=self._device)
         if error is not None:
             raise error
         if told[1] is not None:
@@ -324,7 +331,7 @@ class DistributedTransport(Transport):
         return str(told[0])
 
     def _peer(self, device: int) -> int:
-        return device if self._group is None else dist.get_global_rank(self._group, device)
+        return device if (group := self.process_group) is None else dist.get_global_rank(group, device)
 
     def _sending(self, moves: Sequence[tuple[Exchange, Held]]) -> list[_Message]:
         blocks: dict[int, list[Tensor]] = defaultdict(list)  # by the rank that they are for

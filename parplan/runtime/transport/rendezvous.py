@@ -15,10 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.distributed import ProcessGroup
-
 from parplan.errors import RuntimeFailure
-from parplan.runtime.compat import default_store, group_timeout, read_all
+from parplan.runtime.compat import WeakGroup, default_store, group_timeout, read_all
 
 __all__ = ["RANK_WAIT", "RankAlone", "Rendezvous"]
 
@@ -97,7 +95,7 @@ class Rendezvous:
 
     latest: ClassVar[int] = 0
 
-    def __init__(self, group: ProcessGroup | None, ranks: Sequence[int], rank: int, number: int) -> None:
+    def __init__(self, group: WeakGroup, ranks: Sequence[int], rank: int, number: int) -> None:
         Rendezvous.latest = number
         self._group, self._rank = group, rank
         self._others = [other for other in range(len(ranks)) if other != rank]
@@ -156,7 +154,7 @@ class Rendezvous:
         began = heard = time.monotonic()
         pause = _SHORTEST_S
         limit = _wait_s() if self._rank == 0 else None
-        timeout = group_timeout(self._group)
+        timeout = group_timeout(self._group())
         latest = timeout.total_seconds() if timeout is not None else _TIMEOUT_S
         while not default_store().check([self._key(own)]):
             found = self._positions()
