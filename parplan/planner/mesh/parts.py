@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from math import inf, prod
 
 import numpy as np
@@ -20,7 +21,7 @@ from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import local_shape
-from parplan.graph.repeated import Blocks, fold, repeated_blocks, unit_of
+from parplan.graph.repeated import Blocks, fold, group_of, repeated_blocks, unit_of
 from parplan.layout import IntArray
 from parplan.plan import SAVED, Plan, Strategy
 from parplan.planner.search_space.formulation import formulate
@@ -61,6 +62,9 @@ class Part:
         transient: the most bytes at a time beside those kept, weights, gradients and optimizer state.
         units: that can be replayed.
         matrices: how many trained ones there are, as `parameters`.
+        transfers_s: those of forward and backward that are transfers.
+        groups: its gather groups (graph.repeated.gather_groups), and of those the layers with matrices; of both only
+            seconds, parameters and matrices are known.
     """
 
     forward_s: float = 0.0
@@ -70,6 +74,8 @@ class Part:
     transient: float = 0.0
     units: tuple[Unit, ...] = ()
     matrices: Mapping[int, int] = field(default_factory=dict)
+    transfers_s: float = 0.0
+    groups: tuple[Part, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -172,9 +178,11 @@ def parts(costs: RooflineCosts, layers: Mapping[str, Strategy], whole: bool = Fa
     plan = Plan(graph.model, graph.fingerprint, batch, cluster.count, dict(layers))
     work = priced(graph, lowered(graph, plan, cluster), costs)
     forward_s, backward_s = ({name: getattr(own.cost, key) for name, own in work.layers.items()} for key in _WAYS)
+    transfers_s = dict.fromkeys(names, 0.0)
     for name, move in work.moves_to_layers(graph):
         forward_s[name] += move.forward_s
         backward_s[name] += move.backward_s
+        transfers_s[name] += move.forward_s + move.backward_s
     memory = _Memory(graph, costs, layers)
     repeated = {name for name in names if whole and _repeats(graph, graph.layers[name], layers[name])}
     more_saved = dict.fromkeys(names, 0.0)
@@ -198,6 +206,14 @@ def parts(costs: RooflineCosts, layers: Mapping[str, Strategy], whole: bool = Fa
                     matrices[copies] += len(value.shape) > 1
         return dict(numbers), dict(matrices)
 
+    def timed(own: Sequence[str]) -> Part:
+        numbers, matrices = trained(own)
+        forward, backward = sum(forward_s[name] for name in own), sum(backward_s[name] for name in own)
+        return Part(forward, backward, numbers, matrices=matrices)
+
+    def matrices_of(own: Sequence[str]) -> tuple[Part, ...]:
+        return tuple(one for one in (timed([name]) for name in own) if any(one.matrices.values()))
+
     def part(own: Sequence[str]) -> Part:
         found = []
         for number in dict.fromkeys(unit[name] for name in own if name in unit):
@@ -207,15 +223,14 @@ def parts(costs: RooflineCosts, layers: Mapping[str, Strategy], whole: bool = Fa
             freed += sum(more_saved[name] for name in mine if memory.kept[name] < memory.saved[name])
             transient = memory.transient(mine, replayed=True)
             found.append(Unit(replay_s, freed, transient + sum(more_saved[name] for name in mine)))
-        numbers, matrices = trained(own)
-        return Part(
-            sum(forward_s[name] for name in own),
-            sum(backward_s[name] for name in own),
-            numbers,
-            sum(memory.saved[name] + more_saved[name] for name in own),
-            memory.transient(own),
-            tuple(found),
-            matrices,
+        groups = (list(layers) for _, layers in groupby(own, group_of(graph).__getitem__))
+        return replace(
+            timed(own),
+            saved=sum(memory.saved[name] + more_saved[name] for name in own),
+            transient=memory.transient(own),
+            units=tuple(found),
+            transfers_s=sum(transfers_s[name] for name in own),
+            groups=tuple(replace(timed(own), groups=matrices_of(own)) for own in groups),
         )
 
     second = blocks.begin + blocks.period
@@ -256,7 +271,10 @@ def between(one: Parts, other: Parts, share: float) -> Parts:
             for u, v in zip(a.units, b.units, strict=True)
         )
         forward_s, backward_s, saved, transient = (way(a, b, name) for name in (*_WAYS, "saved", "transient"))
-        return Part(forward_s, backward_s, a.parameters, saved, transient, units, a.matrices)
+        return replace(
+            a, forward_s=forward_s, backward_s=backward_s, saved=saved, transient=transient, units=units,
+            transfers_s=way(a, b, "transfers_s"), groups=tuple(map(mixed, a.groups, b.groups)),
+        )  # fmt: skip
 
     prologue, block, epilogue = (
         mixed(getattr(one, name), getattr(other, name)) for name in ("prologue", "block", "epilogue")

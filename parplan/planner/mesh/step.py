@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from math import inf
 
 import numpy as np
@@ -139,6 +139,13 @@ class Links:
         ends = ((number * each, (number + 1) * each) for number in range(mesh.groups - 1))
         links = {self.cluster.link(pair) for pair in ends}
         return max((one.latency_s + nbytes / (one.bandwidth_bytes_per_s * one.contention) for one in links), default=0)
+
+    def shared(self, mesh: Mesh, block: Part) -> float:
+        """The share of messages from stage to stage that transfers of a tensor group on the same links wait for."""
+        ends = (0, 1), (0, mesh.tensor * mesh.data)
+        if self.by_hand or mesh.tensor == 1 or len({self.cluster.link(pair) for pair in ends}) > 1:
+            return 0.0
+        return block.transfers_s / block.seconds
 
     def update_s(self, nbytes: float) -> float:
         """An update that reads and writes so many bytes."""
@@ -275,42 +282,111 @@ def _sums_s(
 ) -> tuple[float, float, float]:
     """Seconds that gathers of weights and sums of gradients add: to every forward, every backward, and to the last.
 
-    They go on beside compute, one part (a block) ahead or behind. What they take longer counts, and the share by which
-    they hold up compute (`Cluster.slowdown`).
+    They go on beside compute, one gather group (by hand: a block) ahead or behind. What they take longer counts, and
+    the share by which they hold up compute (`Cluster.slowdown`). From one round to the next nothing is gathered ahead.
     """
-    gathers, sums, slowdown = list[float](), list[float](), links.cluster.slowdown
-    scatters, counts, parts = list[float](), [count for _, count in own], [part for part, _ in own]
-    for part in parts:
-        rings = [(links.all_reduce(mesh, copies), copies, n) for copies, n in part.parameters.items()]
-        more = {copies: max(0, own - 1) for copies, own in part.matrices.items() if not links.by_hand}  # messages
-        latency_s = sum(more.get(copies, 0) * ring.latency_s for ring, copies, _ in rings)
-        sums.append(sum(ring.seconds(held.gradients * n) for ring, _, n in rings))
-        gathers.append((sum(ring.seconds(held.weights * n) for ring, _, n in rings) + latency_s) / 2)
-        scatters.append((sums[-1] + latency_s) / 2)
+    runs = [([_beside(mesh, links, one, held) for one in _groups(part, links)], count) for part, count in own]
     gather_s, scatter_s, sum_s = (
-        sum(n * s for n, s in zip(counts, each, strict=True)) for each in (gathers, scatters, sums)
+        sum(count * getattr(one, key) for run, count in runs for one in run)
+        for key in ("gather_s", "scatter_s", "sum_s")
     )
-
-    def waits_s(beside: Sequence[float], work: Sequence[float]) -> float:
-        return sum(n * max(0.0, b - w) for n, b, w in zip(counts, beside, work, strict=True))
-
-    arrive_s = gathers[0] + waits_s(gathers, [part.forward_s for part in parts]) + slowdown * gather_s
-    back_s, backwards = 0.0, [part.backward_s for part in parts]
-    if mesh.state == STATES[2] or (mesh.state == STATES[1] and not links.by_hand):
-        beside = scatters  # in every micro-batch
-        if mesh.state == STATES[2]:
-            back_s, beside = gathers[-1] + slowdown * gather_s, [g + s for g, s in zip(gathers, scatters, strict=True)]
-        return arrive_s, back_s + waits_s(beside, backwards) + slowdown * scatter_s, scatters[0]
+    slowdown, first, last = links.cluster.slowdown, runs[0][0][0], runs[-1][0][-1]
+    begins = [(run, min(count, mesh.rounds) - 1) for run, count in runs]  # of further rounds
+    alone_s = first.gather_s + sum(count * run[0].gather_s for run, count in begins)
+    arrive_s = alone_s + slowdown * (gather_s - alone_s) + _forward_waits_s(runs, slowdown)
+    again = mesh.state == STATES[2]
+    if again or (mesh.state == STATES[1] and not links.by_hand):  # in every micro-batch
+        alone_s = last.gather_s + sum(count * run[-1].gather_s for run, count in begins)
+        back_s = again * (alone_s + slowdown * (gather_s - alone_s)) + slowdown * scatter_s
+        waits_s, left_s = _backward_waits_s(runs, slowdown, again)
+        return arrive_s, back_s + waits_s, left_s
     share = 1.0 if mesh.state == STATES[0] else 0.5  # to slices
-    hidden_s = backward_s - backwards[-1]  # the first sum begins when the last part has gone back
-    last_s = max(share * sums[0], share * sum_s - hidden_s) + slowdown * share * sum_s
+    hidden_s = backward_s - last.backward_s  # the first sum begins when the last part has gone back
+    last_s = max(share * first.sum_s, share * sum_s - hidden_s) + slowdown * share * sum_s
     return 0.0, 0.0, last_s + (arrive_s if mesh.state == STATES[1] else 0.0)
+
+
+def _forward_waits_s(runs: Sequence[tuple[Sequence[_Beside], int]], slowdown: float) -> float:
+    """Seconds that forwards wait for weights, which are gathered beside what is in front of them.
+
+    Args:
+        runs: with how often each comes.
+    """
+    total_s, before = 0.0, list[_Beside]()
+    for run, count in runs:
+        pairs = [(one, other, count) for one, other in pairwise(run)]
+        pairs += [(run[-1], run[0], count - 1), *((one, run[0], 1) for one in before)]
+        total_s += sum(times * max(0.0, (1 - slowdown) * b.gather_s - a.forward_s) for a, b, times in pairs)
+        before = [run[-1]]
+    return total_s
+
+
+def _backward_waits_s(
+    runs: Sequence[tuple[Sequence[_Beside], int]], slowdown: float, again: bool
+) -> tuple[float, float]:
+    """Seconds that backwards wait for what goes on beside them, and those of the sums that are left behind them.
+
+    Beside a group's backward go the sums that are left of the groups behind it, the gathers of the one in front, and
+    its own sums, the last of which begins when it is done.
+
+    Args:
+        again: weights are gathered again for the backward.
+    """
+    waits_s = left_s = 0.0
+    for place in reversed(range(len(runs))):
+        run, count = runs[place]
+        in_front = runs[place - 1][0][-1].gather_s if place else 0.0
+        for turn in range(min(count, 2)):  # from the second on alike
+            times = count - 1 if turn else 1
+            for k in reversed(range(len(run))):
+                own, gather_s = run[k], again * (run[k - 1].gather_s if k or turn + 1 < count else in_front)
+                work_s, busy_s = own.backward_s + slowdown * (own.scatter_s + gather_s), left_s + gather_s
+                waits_s += times * max(0.0, busy_s - work_s)
+                left_s = own.scatter_s - min(own.scatter_s - own.last_s, max(0.0, work_s - busy_s))
+    return waits_s, left_s
+
+
+def _groups(part: Part, links: Links) -> Sequence[Part]:
+    """The layers of a part whose weights are gathered together."""
+    return (part,) if links.by_hand or not part.groups else part.groups
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """Layers whose weights are gathered together, with what goes on beside others.
+
+    Args:
+        gather_s: of their weights.
+        scatter_s, sum_s: sums of their gradients, to slices and whole.
+        last_s: the sum to slices that begins when their backward is done.
+    """
+
+    forward_s: float
+    backward_s: float
+    gather_s: float
+    scatter_s: float
+    sum_s: float
+    last_s: float
+
+
+def _beside(mesh: Mesh, links: Links, part: Part, held: ParameterBytes) -> _Beside:
+    gather_s = scatter_s = sum_s = 0.0
+    for copies, numbers in part.parameters.items():
+        ring, matrices = links.all_reduce(mesh, copies), part.matrices.get(copies, 0)
+        own_s = ring.seconds(held.gradients * numbers)
+        sum_s += own_s
+        if matrices or links.by_hand:  # parplan's plans keep the parameters of other layers whole
+            more_s = 0.0 if links.by_hand else (matrices - 1) * ring.latency_s  # a message each
+            gather_s += (ring.seconds(held.weights * numbers) + more_s) / 2
+            scatter_s += (own_s + more_s) / 2
+    last_s = _beside(mesh, links, part.groups[0], held).scatter_s if part.groups and not links.by_hand else scatter_s
+    return _Beside(part.forward_s, part.backward_s, gather_s, scatter_s, sum_s, last_s)
 
 
 def step_of(parts: Parts, mesh: Mesh, links: Links, stages: Sequence[Stage], bound_s: float = 0.0) -> Step:
     """The step of groups of devices with these stages: the longest path through the schedule's table, sums, update."""
     message_s, seconds = links.message_s(mesh, parts.boundary), list[tuple[float, float]]()
-    held_s = links.cluster.slowdown * message_s
+    held_s = (links.cluster.slowdown + links.shared(mesh, parts.block)) * message_s
     for number in range(mesh.stages):
         turn, group = divmod(number, mesh.groups)
         stage = stages[group]

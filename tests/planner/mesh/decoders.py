@@ -26,10 +26,11 @@ Priced = tuple[LayerGraph, Cluster, CostModel, Plan]
 
 @dataclass(frozen=True)
 class DecoderMeshes:
-    """Meshes of a decoder, captured with all of its blocks, on so many H100 as the runtime uses them."""
+    """Meshes of a decoder, captured with all of its blocks, on so many devices as the runtime uses them."""
 
     size: DecoderSize
     devices: int
+    gpu: str = "h100-sxm"
 
     @cached_property
     def graph(self) -> LayerGraph:
@@ -41,7 +42,7 @@ class DecoderMeshes:
 
     @cached_property
     def links(self) -> Links:
-        return Links(cluster_preset("h100-sxm", self.devices), by_hand=False)
+        return Links(cluster_preset(self.gpu, self.devices), by_hand=False)
 
     def parts(self, mesh: Mesh) -> Parts:
         return self.model.parts(self.links.cluster.first(mesh.tensor), mesh.samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -34,9 +35,9 @@ BLOCKS, DEVICES, BATCH = 6, 8, 16
 DECODER = DecoderMeshes(DecoderSize(BLOCKS, 1024, 4096, 16, 8, 16_384, tied=False, sequence=1024), DEVICES)
 
 
-def as_plan(found: Step) -> tuple[float, int]:
+def as_plan(found: Step, decoder: DecoderMeshes = DECODER) -> tuple[float, int]:
     """Simulated seconds of a mesh written out as a plan, and its largest peak."""
-    graph, cluster, costs, plan = DECODER.plan(found)
+    graph, cluster, costs, plan = decoder.plan(found)
     check(plan, graph)
     peaks = pipeline_peaks(plan, graph, costs) if found.mesh.groups > 1 else costs.peaks(plan.layers)
     assert peaks is not None
@@ -56,11 +57,15 @@ def test_a_mesh_takes_what_its_plan_takes(mesh: Mesh) -> None:
     assert 0.95 * peak <= found.nbytes <= 1.25 * peak
 
 
+# Where compute hides gathers and sums, and over PCIe, where they take longer than it.
+@pytest.mark.parametrize("gpu", ["h100-sxm", "rtx4090"])
+@pytest.mark.parametrize(("tensor", "data", "groups"), [(4, 2, 1), (2, 4, 1), (2, 2, 2)])
 @pytest.mark.parametrize("state", ["sharded", "gathered"])
-def test_state_in_slices_takes_what_its_plan_takes(state: str) -> None:
-    found = DECODER.step(Mesh(4, 2, 1, 1, 4, 2, state=state))
-    step_s, peak = as_plan(found)
-    assert found.seconds == pytest.approx(step_s, rel=0.02)
+def test_state_in_slices_takes_what_its_plan_takes(state: str, tensor: int, data: int, groups: int, gpu: str) -> None:
+    decoder = replace(DECODER, gpu=gpu)
+    found = decoder.step(Mesh(tensor, data, groups, 1, BATCH // data // 2, 2, state=state))
+    step_s, peak = as_plan(found, decoder)
+    assert found.seconds == pytest.approx(step_s, rel=0.04)
     assert 0.95 * peak <= found.nbytes <= 1.15 * peak
 
 
