@@ -217,6 +217,7 @@ def stage_of(
     if group == mesh.groups - 1:
         own.append((parts.last if group else parts.epilogue, 1))
     always = updated = shown = 0.0
+    flying = mesh.in_flight[group]
     for part, count in own:
         gathered = 0.0
         for copies, numbers in part.parameters.items():
@@ -224,14 +225,14 @@ def stage_of(
             resident = held.resident * numbers / slices
             if mesh.state == STATES[1] and links.by_hand:  # from the first forward to the last backward whole
                 resident = (held.weights + held.gradients + held.optimizer / slices) * numbers
-            elif mesh.state == STATES[1]:  # weights from forward to backward
-                resident += held.weights * numbers
+            elif mesh.state == STATES[1]:  # weights from forward to backward, of every micro-batch in flight
+                resident += flying * held.weights * numbers
             elif mesh.state == STATES[2]:  # the weights of two units at a time, the gradients of one
                 gathered += (2 * held.weights + held.gradients) * numbers
             always += count * resident
             updated += count * held.updated * numbers / slices
         shown = max(shown, gathered)
-    transient, flying = max((part.transient for part, _ in own), default=0.0), mesh.in_flight[group]
+    transient = max((part.transient for part, _ in own), default=0.0)
     saved = flying * sum(count * part.saved for part, count in own)
     if replays is None:
         found = _fewest_replays(block.units, blocks, flying, limit - always - shown - saved, transient)
