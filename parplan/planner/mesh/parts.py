@@ -193,21 +193,8 @@ def parts(costs: RooflineCosts, layers: Mapping[str, Strategy], whole: bool = Fa
         more_saved[name] = (cluster.count - 1) * memory.saved[name]
     unit = unit_of(graph)
 
-    def trained(own: Sequence[str], first: bool = True) -> tuple[dict[int, float], dict[int, int]]:
-        """Numbers, and matrices, by the devices of the group that have the same ones."""
-        numbers, matrices = defaultdict[int, float](float), defaultdict[int, int](int)
-        for name in own:
-            layer = graph.layers[name]
-            for parameter in layer.parameters:
-                value = graph.values[parameter]
-                if (graph.users[parameter][0] == name) == first and value.requires_grad:
-                    copies = _copies(layer, layers[name], parameter)
-                    numbers[copies] += _numbers(graph, layer, layers[name], [parameter])
-                    matrices[copies] += len(value.shape) > 1
-        return dict(numbers), dict(matrices)
-
     def timed(own: Sequence[str]) -> Part:
-        numbers, matrices = trained(own)
+        numbers, matrices = _trained(graph, layers, own)
         forward, backward = sum(forward_s[name] for name in own), sum(backward_s[name] for name in own)
         return Part(forward, backward, numbers, matrices=matrices)
 
@@ -223,7 +210,7 @@ def parts(costs: RooflineCosts, layers: Mapping[str, Strategy], whole: bool = Fa
             freed += sum(more_saved[name] for name in mine if memory.kept[name] < memory.saved[name])
             transient = memory.transient(mine, replayed=True)
             found.append(Unit(replay_s, freed, transient + sum(more_saved[name] for name in mine)))
-        groups = (list(layers) for _, layers in groupby(own, group_of(graph).__getitem__))
+        groups = (list(run) for _, run in groupby(own, group_of(graph).__getitem__))
         return replace(
             timed(own),
             saved=sum(memory.saved[name] + more_saved[name] for name in own),
@@ -251,11 +238,31 @@ def parts(costs: RooflineCosts, layers: Mapping[str, Strategy], whole: bool = Fa
     strategy = layers[handed]
     share = 1 if handed in repeated else len(strategy.devices)
     value = graph.values[graph.layers[handed].outputs[-1]]
-    tied, _ = trained(names[blocks.end :], first=False)
+    tied, _ = _trained(graph, layers, names[blocks.end :], first=False)
     return Parts(prologue, block, epilogue, value.nbytes / share, layers, tied)
 
 
 _WAYS = ("forward_s", "backward_s")
+
+
+def _trained(
+    graph: LayerGraph, strategies: Mapping[str, Strategy], own: Sequence[str], first: bool = True
+) -> tuple[dict[int, float], dict[int, int]]:
+    """Numbers, and matrices, of some layers, by the devices of the group that have the same ones.
+
+    Args:
+        first: those that these layers are the first to use; else those that others are.
+    """
+    numbers, matrices = defaultdict[int, float](float), defaultdict[int, int](int)
+    for name in own:
+        layer = graph.layers[name]
+        for parameter in layer.parameters:
+            value = graph.values[parameter]
+            if (graph.users[parameter][0] == name) == first and value.requires_grad:
+                copies = _copies(layer, strategies[name], parameter)
+                numbers[copies] += _numbers(graph, layer, strategies[name], [parameter])
+                matrices[copies] += len(value.shape) > 1
+    return dict(numbers), dict(matrices)
 
 
 def between(one: Parts, other: Parts, share: float) -> Parts:

@@ -284,15 +284,15 @@ def _sums_s(
     """Seconds that gathers of weights and sums of gradients add: to every forward, every backward, and to the last.
 
     They go on beside compute, one gather group (by hand: a block) ahead or behind. What they take longer counts, and
-    the share by which they hold up compute (`Cluster.slowdown`). From one round to the next nothing is gathered ahead.
+    the share by which they hold up compute (`Cluster.slowdown`). Parplan gathers nothing ahead for the next round.
     """
-    runs = [([_beside(mesh, links, one, held) for one in _groups(part, links)], count) for part, count in own]
+    runs = [([_gather_group(mesh, links, one, held) for one in _groups(part, links)], count) for part, count in own]
     gather_s, scatter_s, sum_s = (
         sum(count * getattr(one, key) for run, count in runs for one in run)
         for key in ("gather_s", "scatter_s", "sum_s")
     )
     slowdown, first, last = links.cluster.slowdown, runs[0][0][0], runs[-1][0][-1]
-    begins = [(run, min(count, mesh.rounds) - 1) for run, count in runs]  # of further rounds
+    begins = [(run, 0 if links.by_hand else min(count, mesh.rounds) - 1) for run, count in runs]  # of further rounds
     alone_s = first.gather_s + sum(count * run[0].gather_s for run, count in begins)
     arrive_s = alone_s + slowdown * (gather_s - alone_s) + _forward_waits_s(runs, slowdown)
     again = mesh.state == STATES[2]
@@ -307,13 +307,13 @@ def _sums_s(
     return 0.0, 0.0, last_s + (arrive_s if mesh.state == STATES[1] else 0.0)
 
 
-def _forward_waits_s(runs: Sequence[tuple[Sequence[_Beside], int]], slowdown: float) -> float:
+def _forward_waits_s(runs: Sequence[tuple[Sequence[_GatherGroup], int]], slowdown: float) -> float:
     """Seconds that forwards wait for weights, which are gathered beside what is in front of them.
 
     Args:
         runs: with how often each comes.
     """
-    total_s, before = 0.0, list[_Beside]()
+    total_s, before = 0.0, list[_GatherGroup]()
     for run, count in runs:
         pairs = [(one, other, count) for one, other in pairwise(run)]
         pairs += [(run[-1], run[0], count - 1), *((one, run[0], 1) for one in before)]
@@ -323,7 +323,7 @@ def _forward_waits_s(runs: Sequence[tuple[Sequence[_Beside], int]], slowdown: fl
 
 
 def _backward_waits_s(
-    runs: Sequence[tuple[Sequence[_Beside], int]], slowdown: float, again: bool
+    runs: Sequence[tuple[Sequence[_GatherGroup], int]], slowdown: float, again: bool
 ) -> tuple[float, float]:
     """Seconds that backwards wait for what goes on beside them, and those of the sums that are left behind them.
 
@@ -353,7 +353,7 @@ def _groups(part: Part, links: Links) -> Sequence[Part]:
 
 
 @dataclass(frozen=True)
-class _Beside:
+class _GatherGroup:
     """Layers whose weights are gathered together, with what goes on beside others.
 
     Args:
@@ -370,7 +370,7 @@ class _Beside:
     last_s: float
 
 
-def _beside(mesh: Mesh, links: Links, part: Part, held: ParameterBytes) -> _Beside:
+def _gather_group(mesh: Mesh, links: Links, part: Part, held: ParameterBytes) -> _GatherGroup:
     gather_s = scatter_s = sum_s = 0.0
     for copies, numbers in part.parameters.items():
         ring, matrices = links.all_reduce(mesh, copies), part.matrices.get(copies, 0)
@@ -380,8 +380,10 @@ def _beside(mesh: Mesh, links: Links, part: Part, held: ParameterBytes) -> _Besi
             more_s = 0.0 if links.by_hand else (matrices - 1) * ring.latency_s  # a message each
             gather_s += (ring.seconds(held.weights * numbers) + more_s) / 2
             scatter_s += (own_s + more_s) / 2
-    last_s = _beside(mesh, links, part.groups[0], held).scatter_s if part.groups and not links.by_hand else scatter_s
-    return _Beside(part.forward_s, part.backward_s, gather_s, scatter_s, sum_s, last_s)
+    last_s = (
+        _gather_group(mesh, links, part.groups[0], held).scatter_s if part.groups and not links.by_hand else scatter_s
+    )
+    return _GatherGroup(part.forward_s, part.backward_s, gather_s, scatter_s, sum_s, last_s)
 
 
 def step_of(parts: Parts, mesh: Mesh, links: Links, stages: Sequence[Stage], bound_s: float = 0.0) -> Step:
