@@ -128,7 +128,7 @@ def best_of_all(graph: LayerGraph, cluster: Cluster, less_memory: bool = True) -
     return best_s if best_s < inf else None
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(8))
 def test_no_plan_in_other_micro_batches_is_faster(seed: int) -> None:
     """Whatever the memory: from what one micro-batch of a sample takes to what the whole batch does."""

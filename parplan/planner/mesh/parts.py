@@ -105,10 +105,16 @@ class Parts:
     @cached_property
     def last(self) -> Part:
         """The epilogue on devices of its own: parameters that it shares with the prologue are there too."""
-        numbers = dict(self.epilogue.parameters)
-        for copies, tied in self.tied.items():
-            numbers[copies] = numbers.get(copies, 0.0) + tied
-        return replace(self.epilogue, parameters=numbers)
+
+        def with_tied(part: Part) -> Part:
+            numbers, matrices = dict(part.parameters), dict(part.matrices)
+            for copies, tied in self.tied.items():
+                numbers[copies] = numbers.get(copies, 0.0) + tied
+                matrices[copies] = matrices.get(copies, 0) + 1
+            return replace(part, parameters=numbers, matrices=matrices)
+
+        own = self.epilogue
+        return replace(with_tied(own), groups=(*own.groups[:-1], *map(with_tied, own.groups[-1:])))
 
     @property
     def replayed(self) -> Parts:

@@ -216,8 +216,7 @@ def stage_of(
     own = [(parts.prologue, 1)] * (group == 0) + own
     if group == mesh.groups - 1:
         own.append((parts.last if group else parts.epilogue, 1))
-    always = updated = shown = 0.0
-    flying = mesh.in_flight[group]
+    always, updated, shown, flying = 0.0, 0.0, 0.0, mesh.in_flight[group]
     for part, count in own:
         gathered = 0.0
         for copies, numbers in part.parameters.items():
@@ -380,9 +379,8 @@ def _gather_group(mesh: Mesh, links: Links, part: Part, held: ParameterBytes) ->
             more_s = 0.0 if links.by_hand else (matrices - 1) * ring.latency_s  # a message each
             gather_s += (ring.seconds(held.weights * numbers) + more_s) / 2
             scatter_s += (own_s + more_s) / 2
-    last_s = (
-        _gather_group(mesh, links, part.groups[0], held).scatter_s if part.groups and not links.by_hand else scatter_s
-    )
+    layers = () if links.by_hand else part.groups
+    last_s = _gather_group(mesh, links, layers[0], held).scatter_s if layers else scatter_s
     return _GatherGroup(part.forward_s, part.backward_s, gather_s, scatter_s, sum_s, last_s)
 
 

@@ -97,6 +97,7 @@ def test_the_plan_of_a_mesh_fits_and_is_what_is_simulated() -> None:
     assert "time-limit" not in text
 
 
+@pytest.mark.full
 def test_no_slower_than_a_search_over_all_layers() -> None:
     found, without = planned(), planned(stages=1)
     assert MESHES not in without.proof.covered
@@ -151,6 +152,7 @@ def test_meshes_that_lack_what_the_plan_has_are_counted() -> None:
     assert "without tensor shards none fits" in " ".join(str(little).split())
 
 
+@pytest.mark.full
 def test_without_a_loss_inside_there_are_no_stages() -> None:
     found = planned(counted=False)
     assert found.plan.schedule == "serial"
@@ -183,10 +185,12 @@ def test_on_more_devices_than_plans_are_laid_out_for_the_fastest_mesh_is_named(m
         analyze(Deep(), inputs(), **{**SMALL, "memory_bytes": 10 << 20})
 
 
+@pytest.mark.full
 def test_a_mesh_trains_as_the_plain_model() -> None:
     assert verify(Deep(), inputs(), plan=planned().plan).passed
 
 
+@pytest.mark.full
 def test_a_graph_in_evaluation_has_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*args: object) -> None:
         pytest.fail("meshes are priced as training steps")
@@ -198,6 +202,7 @@ def test_a_graph_in_evaluation_has_no_mesh(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.plan.micro_batches == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("groups", [2, 4])
 def test_a_mesh_has_the_stages_that_were_asked_for(groups: int) -> None:
     found = planned(stages=groups)

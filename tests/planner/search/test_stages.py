@@ -81,6 +81,7 @@ def test_taken_where_memory_is_short_and_links_are_slow() -> None:
     assert ", stages" in text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("machine", [("4x1", "10gbe"), ("2x2", "pcie3"), ("4", "nvlink2")])
 def test_stages_that_wait_too_long_are_not_solved(machine: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is that of all numbers of groups and micro-batches, of which fewer are solved."""

@@ -241,6 +241,7 @@ def test_the_report_of_a_plan_is_that_of_all_layers(seed: int, monkeypatch: pyte
         assert one.transfer_s == pytest.approx(other.transfer_s, rel=1e-6, abs=1e-15)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("seed", "claimed"), [(6, False), (2, True)])
 def test_branches_that_all_blocks_have_in_one_phase_are_not_claimed(
     seed: int, claimed: bool, monkeypatch: pytest.MonkeyPatch

@@ -56,7 +56,8 @@ def test_micro_batches(state: str) -> None:
     by_train_step(sharded(spread(2, "data"), state), 2, 2, 8, replaying)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_on_ranks(ranks: int) -> None:
     run_case(on_ranks, ranks)
 
@@ -64,6 +65,7 @@ def test_on_ranks(ranks: int) -> None:
 # ---- beside the same plan that keeps everything ----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("loss", [whole, checkpointed])
 @pytest.mark.parametrize("name", ["one device", "replicas", "shards"])
@@ -81,6 +83,7 @@ def test_convolutions(name: str, loss: object) -> None:
     beside_kept(Mixed(), rule, devices, loss, batches)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("which", [(0,), (1,), (0, 3), (0, 1, 3), (2, 3, 4, 5), (0, 2, 4, 6, 8)])
 def test_some_layers_of_a_unit(which: tuple[int, ...]) -> None:
     rule = sharded(spread(2, "data"), "gathered")

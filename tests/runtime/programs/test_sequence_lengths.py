@@ -121,9 +121,13 @@ def given(name: str, samples: int, length: int) -> Tensor:
     return F.one_hot(found, WORDS).transpose(1, 2).double() if name == "convolutions" else found
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, "hybrid") for name in MODELS), ("rotary", "data"), ("convolutions", "data")]
+    ("name", "kind"),
+    [
+        *(pytest.param(name, "hybrid", marks=pytest.mark.full) for name in MODELS),
+        pytest.param("rotary", "data", marks=pytest.mark.full),
+        ("convolutions", "data"),
+    ],
 )
 def test_every_length_gives_the_plain_models_numbers(name: str, kind: str) -> None:
     plain = MODELS[name]().double()
