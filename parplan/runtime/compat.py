@@ -29,9 +29,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 __all__ = [
     "FOREACH_CLASSES", "Version", "WeakGroup", "as_subclass_with_dispatch", "become", "call_hooks_with_gradients_only",
     "default_store", "gather_slices", "gradient_hooks", "group_timeout", "in_backward", "keeps_graph",
-    "local_ops_only", "memory_in_use", "read_all", "recomputed_once", "replace_given_data", "state_by_block",
-    "sum_to_slices", "support_foreach", "tensors_of_memory", "version", "without_tensor_hooks",
-    "without_weak_references", "wrapper_tensor", "write_counter", "writes",
+    "local_ops_only", "memory_in_use", "read_all", "recomputed_once", "release_destroyed_group",
+    "replace_given_data", "state_by_block", "sum_to_slices", "support_foreach", "tensors_of_memory", "version",
+    "without_tensor_hooks", "without_weak_references", "wrapper_tensor", "write_counter", "writes",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Tensor)

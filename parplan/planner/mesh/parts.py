@@ -51,7 +51,7 @@ class Unit:
     transient: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of what is worked out of it, although it holds dictionaries
 class Part:
     """A run of layers, on each device of a tensor group, for one micro-batch.
 

@@ -285,25 +285,27 @@ def _sums_s(
     They go on beside compute, one gather group (by hand: a block) ahead or behind. What they take longer counts, and
     the share by which they hold up compute (`Cluster.slowdown`). Parplan gathers nothing ahead for the next round.
     """
-    runs = [([_gather_group(mesh, links, one, held) for one in _groups(part, links)], count) for part, count in own]
+    runs = [(_gather_groups(mesh, links, part, held), count) for part, count in own]
     gather_s, scatter_s, sum_s = (
         sum(count * getattr(one, key) for run, count in runs for one in run)
         for key in ("gather_s", "scatter_s", "sum_s")
     )
     slowdown, first, last = links.cluster.slowdown, runs[0][0][0], runs[-1][0][-1]
-    begins = [(run, 0 if links.by_hand else min(count, mesh.rounds) - 1) for run, count in runs]  # of further rounds
-    alone_s = first.gather_s + sum(count * run[0].gather_s for run, count in begins)
-    arrive_s = alone_s + slowdown * (gather_s - alone_s) + _forward_waits_s(runs, slowdown)
-    again = mesh.state == STATES[2]
-    if again or (mesh.state == STATES[1] and not links.by_hand):  # in every micro-batch
-        alone_s = last.gather_s + sum(count * run[-1].gather_s for run, count in begins)
-        back_s = again * (alone_s + slowdown * (gather_s - alone_s)) + slowdown * scatter_s
-        waits_s, left_s = _backward_waits_s(runs, slowdown, again)
-        return arrive_s, back_s + waits_s, left_s
     share = 1.0 if mesh.state == STATES[0] else 0.5  # to slices
     hidden_s = backward_s - last.backward_s  # the first sum begins when the last part has gone back
     last_s = max(share * first.sum_s, share * sum_s - hidden_s) + slowdown * share * sum_s
-    return 0.0, 0.0, last_s + (arrive_s if mesh.state == STATES[1] else 0.0)
+    if mesh.state == STATES[0]:
+        return 0.0, 0.0, last_s
+    begins = [(run, 0 if links.by_hand else min(count, mesh.rounds) - 1) for run, count in runs]  # of further rounds
+    alone_s = first.gather_s + sum(count * run[0].gather_s for run, count in begins)
+    arrive_s = alone_s + slowdown * (gather_s - alone_s) + _forward_waits_s(runs, slowdown)
+    if mesh.state == STATES[1] and links.by_hand:
+        return 0.0, 0.0, last_s + arrive_s
+    again = mesh.state == STATES[2]
+    alone_s = last.gather_s + sum(count * run[-1].gather_s for run, count in begins)
+    back_s = again * (alone_s + slowdown * (gather_s - alone_s)) + slowdown * scatter_s
+    waits_s, left_s = _backward_waits_s(runs, slowdown, again)
+    return arrive_s, back_s + waits_s, left_s  # in every micro-batch, and behind the last
 
 
 def _forward_waits_s(runs: Sequence[tuple[Sequence[_GatherGroup], int]], slowdown: float) -> float:
@@ -346,11 +348,6 @@ def _backward_waits_s(
     return waits_s, left_s
 
 
-def _groups(part: Part, links: Links) -> Sequence[Part]:
-    """The layers of a part whose weights are gathered together."""
-    return (part,) if links.by_hand or not part.groups else part.groups
-
-
 @dataclass(frozen=True)
 class _GatherGroup:
     """Layers whose weights are gathered together, with what goes on beside others.
@@ -367,6 +364,13 @@ class _GatherGroup:
     scatter_s: float
     sum_s: float
     last_s: float
+
+
+@lru_cache(maxsize=8)  # of one mesh, whose blocks are spread in many ways
+def _gather_groups(mesh: Mesh, links: Links, part: Part, held: ParameterBytes) -> tuple[_GatherGroup, ...]:
+    """The gather groups of a part; by hand all of it is one."""
+    groups = (part,) if links.by_hand or not part.groups else part.groups
+    return tuple(_gather_group(mesh, links, one, held) for one in groups)
 
 
 def _gather_group(mesh: Mesh, links: Links, part: Part, held: ParameterBytes) -> _GatherGroup:
