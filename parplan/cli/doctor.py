@@ -70,27 +70,27 @@ def _torch() -> Iterator[str]:
 def _devices() -> Iterator[str]:
     import torch
 
+    from parplan.accelerators import accelerator_count, accelerator_name, place_of
     from parplan.cost_models.devices.local_devices import device_memory_bytes, preset_of
     from parplan.cost_models.measurement.conditions import cpu_name
 
     memory = device_memory_bytes(torch.device("cpu")) / GIB
     cores, threads = counted(os.cpu_count() or 1, "core"), counted(torch.get_num_threads(), "thread")
     yield f"{cpu_name()}, {cores}, {memory:.1f} GiB; torch uses {threads}"
-    if not torch.cuda.is_available():
-        yield "no CUDA device"
-        return
-    for index in range(torch.cuda.device_count()):
-        device, name = torch.device("cuda", index), torch.cuda.get_device_name(index)
+    count = accelerator_count()
+    if not count:
+        yield "no accelerator"
+    for device in map(place_of, range(count)):
+        name = accelerator_name(device)
         preset = preset_of(name) or "no preset: rates are guessed"
-        yield f"cuda:{index}: {name} ({preset}), {device_memory_bytes(device) / GIB:.1f} GiB"
+        yield f"{device}: {name} ({preset}), {device_memory_bytes(device) / GIB:.1f} GiB"
 
 
 def _links() -> Iterator[str]:
-    import torch
-
+    from parplan.accelerators import accelerator_count
     from parplan.cost_models.devices.local_devices import this_cluster
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = accelerator_count()
     for link in this_cluster(max(2, count)).links:
         rate = f"{link.bandwidth_bytes_per_s / 1e9:.3g} GB/s, {link.latency_s * 1e6:.3g} µs a message"
         yield f"{link.name} between {max(2, count)} devices: {rate}{' (estimated)' if link.estimated else ''}"
@@ -104,13 +104,11 @@ def _cache() -> Iterator[str]:
 
 
 def _profile() -> Iterator[str]:
-    import torch
-
+    from parplan.accelerators import accelerator_count, place_of
     from parplan.cost_models.measurement.conditions import current_conditions
     from parplan.cost_models.profile.store import ProfileStore
 
-    cuda = torch.cuda.is_available()
-    device, most = torch.device("cuda" if cuda else "cpu"), torch.cuda.device_count() if cuda else os.cpu_count() or 1
+    device, most = place_of(0), accelerator_count() or os.cpu_count() or 1
     now = {current_conditions(device, busy) for busy in range(1, most + 1)}
     with ProfileStore(read_only=True) as store:
         kept = store.groups()

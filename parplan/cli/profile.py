@@ -67,17 +67,16 @@ def run(target: TargetOptions, options: ProfileOptions) -> str:
 def _measure(target: TargetOptions, options: ProfileOptions) -> Iterator[str]:
     """Measure, and say what was."""
     began = time.perf_counter()
-    import torch
-
+    from parplan.accelerators import accelerator_count, accelerator_type
     from parplan.cost_models.profile.store_file import default_path
     from parplan.profiler.session import Settings, profile
     from parplan.report.progress import Progress
 
-    cuda = torch.cuda.is_available()
-    devices = options.devices or (torch.cuda.device_count() if cuda else 1)
+    kind = accelerator_type()
+    devices = options.devices or max(1, accelerator_count())
     settings = Settings(
         devices,
-        "cuda" if cuda else "cpu",
+        kind or "cpu",
         optimizers=(options.optimizer,),
         time_cap_s=max(0.0, options.time_limit - (time.perf_counter() - began)),
         again=options.again,
@@ -100,4 +99,4 @@ def _measure(target: TargetOptions, options: ProfileOptions) -> Iterator[str]:
         yield f"Not measured: {reason}"
     if len(outcome.failed) > 5:
         yield f"... and {len(outcome.failed) - 5} more"
-    yield f"Plan with it:  parplan analyze {target.target}{'' if cuda else ' --gpu cpu'} --gpus {devices}"
+    yield f"Plan with it:  parplan analyze {target.target}{'' if kind is not None else ' --gpu cpu'} --gpus {devices}"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parplan import api
+from parplan.accelerators import place_of
 from parplan.cli.options import RunOptions, TargetOptions
 from parplan.compat import pytree
 from parplan.cost_models.devices.local_devices import this_cluster
@@ -85,8 +86,7 @@ def run_report(job: Job) -> tuple[PredictedVsMeasured, tuple[str, ...]] | None:
         results = in_processes(job.count, partial(_run_rank, job))
     else:
         # All logical devices in this process.
-        cards = torch.cuda.device_count()
-        places = [torch.device("cuda", index % cards) if cards else torch.device("cpu") for index in range(job.count)]
+        places = [place_of(number) for number in range(job.count)]
         with one_thread(places[0]):
             results = [_run(job, job.target.load(), places)]
     if not results:
@@ -163,7 +163,7 @@ def _learned(job: Job, compared: PredictedVsMeasured) -> tuple[str, ...]:
     target, optimizer = job.target.load(), job.options.optimizer
     graph = capture(target.module, target.args, target.kwargs)
     measured, count = compared.measured, compared.plan.devices
-    device = torch.device("cuda" if measured.processes == 1 and torch.cuda.is_available() else "cpu")
+    device = place_of(0) if measured.processes == 1 else torch.device("cpu")
     cluster = this_cluster(count, device)
     with ProfileStore() as store:
         at_work = current_conditions(device, devices_at_work(measured))

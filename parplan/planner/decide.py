@@ -22,7 +22,7 @@ from parplan.cost_models.costs import CostModel
 from parplan.cost_models.roofline import PRECISIONS
 from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.fields import counted
-from parplan.garbage import seldom_collected
+from parplan.graph.export.garbage import seldom_collected
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SCHEDULES, Plan

@@ -166,8 +166,8 @@ class _Network:
         self._compiled(self._inputs).backward(self._gradients)
         for parameter in self._compiled.parameters():
             parameter.grad = None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
     def _measure(self, profile: SessionProfile) -> None:
         """Measure the parts of the layers, and put them into the profile."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
+from parplan.accelerators import accelerator_count
 from parplan.cluster import Cluster
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measurement.conditions import current_conditions
@@ -55,7 +56,7 @@ class Settings:
 
     Args:
         devices: logical devices.
-        device_type: "cpu" or "cuda".
+        device_type: "cpu", or that of the accelerators, such as "cuda".
         optimizers: whose updates are timed.
         stop: when to stop timing one part.
         time_cap_s: for everything, from the call on; what is being measured then is finished.
@@ -105,8 +106,8 @@ def profile(
         KeyboardInterrupt: interrupted; what was measured is kept.
     """
     started = perf_counter()
-    # Logical devices that share a CUDA device: only parts can be measured, on one of them.
-    sharing = settings.device_type == "cuda" and torch.cuda.device_count() < settings.devices
+    # Logical devices that share an accelerator: only parts can be measured, on one of them.
+    sharing = settings.device_type != "cpu" and accelerator_count() < settings.devices
     measure = partial(_measure, source, settings, time() + settings.time_cap_s, make_progress)
     if settings.devices == 1 or sharing:
         outcome, conditions, left = measure(0, 1)
@@ -114,7 +115,7 @@ def profile(
         outcome, conditions, left = in_processes(
             settings.devices,
             measure,
-            backend="nccl" if settings.device_type == "cuda" else "gloo",
+            backend=dist.get_default_backend_for_device(settings.device_type),
             timeout_s=JOIN_S + 2 * settings.time_cap_s,  # some wait while the others measure by themselves
             ended="a process that measures was ended from outside ({how}), perhaps for want of memory; what was "
             "measured is kept, the same command goes on from there, with fewer --devices or a smaller --batch",
@@ -135,7 +136,7 @@ def _measure(
     Args:
         deadline: on the clock of `time.time`, which processes share.
     """
-    device = torch.device(settings.device_type, rank) if settings.device_type == "cuda" else torch.device("cpu")
+    device = torch.device(settings.device_type, rank) if settings.device_type != "cpu" else torch.device("cpu")
     model, args, kwargs = source()
     graph = capture(model, args, kwargs)
     transport = DistributedTransport(device) if world > 1 else None

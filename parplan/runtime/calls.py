@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from parplan.accelerators import as_current
 from parplan.compat import in_functional_transform, pytree
 from parplan.errors import RuntimeFailure
 from parplan.graph.attributes.containers import containers_in, register_caches
@@ -185,7 +186,8 @@ def _is_numbers(leaf: Any) -> bool:
 
 def _like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """A tensor of another shape, of zeros that take no memory."""
-    one = torch.zeros([1] * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+    with as_current(tensor.device):
+        one = torch.zeros([1] * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
     return one.expand(shape).requires_grad_(tensor.requires_grad)
 
 

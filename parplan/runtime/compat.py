@@ -26,6 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import checkpoint
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
+from parplan.accelerators import accelerator_type
+
 __all__ = [
     "FOREACH_CLASSES", "Version", "WeakGroup", "as_subclass_with_dispatch", "become", "call_hooks_with_gradients_only",
     "default_store", "gather_slices", "gradient_hooks", "group_timeout", "in_backward", "keeps_graph",
@@ -261,8 +263,8 @@ def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
     """The timeout of a process group's collectives; None where it does not tell."""
     known: Any = group if group is not None else dist.group.WORLD
     try:
-        for device in ("cpu", "cuda"):
-            if device in str(dist.get_backend_config(known)):
+        for device in ("cpu", accelerator_type()):
+            if device is not None and device in str(dist.get_backend_config(known)):
                 found: timedelta | None = known._get_backend(torch.device(device)).options._timeout
                 return found
     except (AttributeError, RuntimeError):

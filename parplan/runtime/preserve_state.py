@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from parplan.accelerators import generators_in_use
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor
 
 __all__ = ["preserved", "preserved_by_forward", "preserved_generators", "preserved_modes", "without_gradients"]
@@ -37,16 +38,14 @@ def preserved_modes(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Put torch's generators of the CPU and of all CUDA devices that are in use, Python's and NumPy's back."""
-    cpu, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-    cuda = torch.cuda.get_rng_state_all() if in_use else []
+    """Put torch's generators of the CPU and of all accelerators that are in use, Python's and NumPy's back."""
+    python, numpy = random.getstate(), np.random.get_state()
+    states = [(generator, generator.get_state()) for generator in generators_in_use()]
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        for generator, state in states:
+            generator.set_state(state)
         random.setstate(python)
         np.random.set_state(numpy)
 

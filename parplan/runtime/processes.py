@@ -91,8 +91,8 @@ def _work(rank: int, run: Callable[[int, int], Any], ranks: int, folder: str, ba
     torch.set_num_threads(1)
     if sys.platform == "linux":  # elsewhere the interface has other names
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    if backend != "gloo":
+        torch.accelerator.set_device_index(rank)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             rendezvous = f"file://{folder}/rendezvous"

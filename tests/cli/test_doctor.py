@@ -20,7 +20,7 @@ NAMES = ["parplan", "torch", "devices", "links", "cache", "profile", "settings"]
 @pytest.fixture(autouse=True)
 def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same machine everywhere: CPU devices only."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
 def doctor(capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, list[str]]:
@@ -43,7 +43,7 @@ def test_about_ten_lines_on_a_machine_without_a_profile(own_cache: Path, capsys:
     assert found["parplan"][0].startswith(f"{__version__} on Python ")
     assert found["torch"][0].startswith(torch.__version__)
     assert "gloo" in found["torch"][0]
-    assert found["devices"][1:] == ["no CUDA device"]
+    assert found["devices"][1:] == ["no accelerator"]
     assert "GB/s" in found["links"][0]
     assert found["cache"] == [f"{own_cache / 'profiles.sqlite'}: none yet"]
     assert found["profile"] == ["nothing measured: costs are estimates; `parplan profile TARGET` measures"]
@@ -83,7 +83,7 @@ def test_a_store_that_cannot_be_used(own_cache: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("where", "name", "broken"),
     [
-        pytest.param(torch.cuda, "is_available", ["devices", "links", "profile"], id="a driver that fails"),
+        pytest.param(torch.accelerator, "is_available", ["devices", "links", "profile"], id="a driver that fails"),
         pytest.param(probes, "version", ["parplan"], id="a package that is not installed"),
     ],
 )

@@ -1,6 +1,6 @@
-"""The devices of this machine, as a cluster: CUDA devices matched to presets, or the CPU, measured on request.
+"""The devices of this machine, as a cluster: accelerators matched to presets, or the CPU, measured on request.
 
-A CUDA device is known by its name; its memory is its own, its rates are the preset's. The CPU counts as logical
+An accelerator is known by its name; its memory is its own, its rates are the preset's. The CPU counts as logical
 devices of one thread each, which share its memory.
 """
 
@@ -15,6 +15,7 @@ from time import perf_counter
 
 import torch
 
+from parplan.accelerators import accelerator_count, accelerator_name, accelerator_type
 from parplan.cluster import Cluster, Device
 from parplan.cost_models.devices.presets import USABLE_MEMORY, cluster_links, device_names, device_preset
 from parplan.cost_models.sampling import one_thread
@@ -22,7 +23,7 @@ from parplan.errors import ClusterError
 
 __all__ = ["calibrate_cpu", "device_memory_bytes", "host_device", "preset_of", "this_cluster"]
 
-# What has to be in a CUDA device's name for it to be that preset; the first that fits.
+# What has to be in a device's name for it to be that preset; the first that fits.
 _NAMES: tuple[tuple[str, str], ...] = (
     ("k20", "k20"), ("k40", "k40"), ("k80", "k80"),
     ("p100 sxm2", "p100-sxm2"), ("p100 12gb", "p100-pcie-12g"), ("p100", "p100-pcie"),
@@ -34,7 +35,7 @@ _NAMES: tuple[tuple[str, str], ...] = (
 
 
 def preset_of(name: str) -> str | None:
-    """The preset of a CUDA device called `name` by its driver ("NVIDIA A100-SXM4-80GB"), or None."""
+    """The preset of an accelerator called `name` by its driver ("NVIDIA A100-SXM4-80GB"), or None."""
     lowered = name.lower()
     return next((kind for words, kind in _NAMES if all(word in lowered for word in words.split())), None)
 
@@ -43,20 +44,19 @@ def device_memory_bytes(device: torch.device) -> int:
     """All of a device's memory; a CPU's is the machine's.
 
     Raises:
-        ClusterError: neither CPU nor CUDA, or no such CUDA device.
+        ClusterError: no such device here.
     """
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device.type != "cuda":
-        raise ClusterError(f"parplan knows cpu and cuda devices, not {device}")
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        raise ClusterError(f"there is no {device}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return int(torch.cuda.get_device_properties(index).total_memory)
+    kind, count, index = accelerator_type(), accelerator_count(), device.index or 0
+    if device.type != kind or index >= count:
+        here = f"{count} {kind} devices" if kind is not None else "none but the CPU"
+        raise ClusterError(f"there is no {device}: this machine has {here}")
+    return int(torch.accelerator.get_memory_info(index)[1])
 
 
 def host_device(kind: str = "cpu", calibrate: bool = False) -> Device:
-    """The CPU of this machine (one thread of it), or its CUDA device `kind` ("cuda", "cuda:1").
+    """The CPU of this machine (one thread of it), or its accelerator `kind` ("cuda", "cuda:1").
 
     Args:
         calibrate: measure the CPU's rates (about a second) instead of taking the preset's.
@@ -68,16 +68,17 @@ def host_device(kind: str = "cpu", calibrate: bool = False) -> Device:
     memory_bytes = int(USABLE_MEMORY * device_memory_bytes(device))
     if device.type == "cpu":
         return replace(calibrate_cpu() if calibrate else device_preset("cpu"), memory_bytes=memory_bytes)
-    index = device.index or 0
-    name = torch.cuda.get_device_name(index)
+    name = accelerator_name(device)
     preset = preset_of(name)
     if preset is not None:
         known = device_preset(preset)
         return replace(known, memory_bytes=memory_bytes, source=f"{name}, memory as found; {known.source}")
     # An unlisted GPU: 128 multiply-adds of each multiprocessor at 1.5 GHz, 10 bytes of memory per 256 FLOP.
-    fp32 = torch.cuda.get_device_properties(index).multi_processor_count * 128 * 2 * 1.5e9
+    # Where the driver counts no multiprocessors, 100 of them: a large GPU of 2020.
+    told = getattr(torch.get_device_module(device), "get_device_properties", lambda index: None)(device.index or 0)
+    fp32 = getattr(told, "multi_processor_count", 100) * 128 * 2 * 1.5e9
     rates = {"fp32": fp32, "tf32": 2 * fp32, "fp16": 4 * fp32, "bf16": 4 * fp32}
-    source = f"{name} is no preset; rates guessed from its multiprocessors, measure them with --measure"
+    source = f"{name} is no preset; rates guessed, measure them with --measure"
     return Device(name.lower().replace(" ", "-"), memory_bytes, rates, fp32 / 25.6, 5e-6, source)
 
 
@@ -93,23 +94,25 @@ def this_cluster(
     Logical devices beyond the physical ones share those, and their memory with them.
 
     Args:
-        count: how many; by default all CUDA devices, or one CPU device.
-        device: the kind to use; by default CUDA where there is one, else the CPU.
+        count: how many; by default all accelerators, or one CPU device.
+        device: the kind to use; by default the accelerators where there are any, else the CPU.
         calibrate: measure the CPU's rates (about a second) instead of taking the preset's.
         link: what joins them, as for `cluster_preset`.
         hosts: how many machines like this one they are in, as for `cluster_preset`.
 
     Raises:
-        ClusterError: `count` is not positive, no such link, or the CUDA devices are of several kinds.
+        ClusterError: `count` is not positive, no such link, or the accelerators are of several kinds.
     """
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    kind = device.type if device is not None else ("cuda" if here else "cpu")
-    present = here if kind == "cuda" else 1
+    kind = device.type if device is not None else accelerator_type() or "cpu"
+    present = accelerator_count() if kind != "cpu" else 1
     wanted = count if count is not None else max(1, present)
     found = host_device(kind, calibrate)
-    names = {torch.cuda.get_device_name(index) for index in range(min(present, wanted))} if kind == "cuda" else set()
+    numbers = range(min(present, wanted)) if kind != "cpu" else ()
+    names = {accelerator_name(torch.device(kind, number)) for number in numbers}
     if len(names) > 1:
-        raise ClusterError(f"the CUDA devices differ ({', '.join(sorted(names))}); choose equal ones, or name a preset")
+        raise ClusterError(
+            f"the {kind} devices differ ({', '.join(sorted(names))}); choose equal ones, or name a preset"
+        )
     sharing = -(-wanted // (max(1, present) * (hosts or 1)))
     if sharing > 1:
         shared = f"{found.source}; {sharing} logical devices share each"

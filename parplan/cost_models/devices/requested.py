@@ -136,13 +136,14 @@ def find_cluster(request: ClusterRequest) -> FoundCluster:
     if request.cluster is None:
         import torch
 
+        from parplan.accelerators import accelerator_count, place_of
         from parplan.cost_models.devices.local_devices import this_cluster
         from parplan.cost_models.devices.presets import cluster_preset, device_names
 
-        here, named = torch.cuda.device_count() if torch.cuda.is_available() else 0, (request.gpu or "").lower()
+        here, named = accelerator_count(), (request.gpu or "").lower()
         wanted = hosts_of(request.gpus) if request.gpus is not None else Hosts(max(here, 1))
         if request.measure or (request.gpu is None and here) or named == "cpu":
-            device = torch.device("cuda" if here and request.gpu is None else "cpu")
+            device = place_of(0) if request.gpu is None else torch.device("cpu")
             cluster = this_cluster(wanted.count, device, request.measure, link=request.link, hosts=wanted.hosts)
             note = (
                 f"No GPU here: planned for {wanted.count} CPU processes of one thread each, measured on this machine."

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from parplan.accelerators import accelerator_name
 from parplan.cost_models.devices.local_devices import preset_of
 from parplan.cost_models.profile.records import Conditions
 
@@ -21,9 +22,10 @@ def current_conditions(device: torch.device, busy: int) -> Conditions:
     """The conditions of measurements made now on `device` while `busy` logical devices work at once."""
     version = torch.__version__.split("+")[0]
     flags = ", ".join(switches(device))
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        return Conditions(preset_of(name) or name, busy, version, torch.version.cuda or "", flags)
+    if device.type != "cpu":
+        name = accelerator_name(device)
+        runtime = torch.version.cuda or "" if device.type == "cuda" else ""
+        return Conditions(preset_of(name) or name, busy, version, runtime, flags)
     return Conditions(f"{cpu_name()}, 1 thread", busy, version, "", flags)
 
 
@@ -40,7 +42,7 @@ def cpu_name(info: Path = _CPU_INFO) -> str:
 
 def switches(device: torch.device) -> list[str]:
     """Torch's switches that change the kernels of `device` and are not as torch sets them, in words, sorted."""
-    table = _CUDA if device.type == "cuda" else _CPU
+    table = {"cuda": _CUDA, "cpu": _CPU}.get(device.type, ())  # torch.backends has none for other types
     values = [(switch, attrgetter(switch.name)(torch.backends)) for switch in table]
     words = [switch.words.format(value) for switch, value in values if value not in switch.usual]
     return sorted([*words, "deterministic"] if torch.are_deterministic_algorithms_enabled() else words)

@@ -83,14 +83,14 @@ class _Stopwatch:
     device: torch.device
 
     def mark(self) -> Any:
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device))
         return event
 
     def between(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) / 1e3 if self.device.type == "cuda" else float(end - start)
+        return float(start.elapsed_time(end)) / 1e3 if self.device.type != "cpu" else float(end - start)
 
 
 @dataclass
@@ -189,7 +189,7 @@ def _sweep(parts: Sequence[LayerPart], stopwatch: _Stopwatch) -> list[tuple[floa
         own.append(stopwatch.mark())
         weight_gradients.clear()
         own.append(stopwatch.mark())
-    if stopwatch.device.type == "cuda":
-        torch.cuda.synchronize(stopwatch.device)
+    if stopwatch.device.type != "cpu":
+        torch.accelerator.synchronize(stopwatch.device)
     between = stopwatch.between
     return [(between(m[0], m[1]), between(m[2], m[3]) + between(m[4], m[5])) for m in marks]

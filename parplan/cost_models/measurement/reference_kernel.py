@@ -30,7 +30,7 @@ class Reference:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        side, elements = (_CUDA_SIDE, _CUDA_ELEMENTS) if device.type == "cuda" else (_SIDE, _ELEMENTS)
+        side, elements = (_CUDA_SIDE, _CUDA_ELEMENTS) if device.type != "cpu" else (_SIDE, _ELEMENTS)
         self._factor = torch.ones(side, side, device=device)
         self._source = torch.ones(elements, device=device)
         self._product = torch.empty_like(self._factor)
@@ -51,5 +51,5 @@ class Reference:
 
     def wait(self) -> None:
         """Wait for the device."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)

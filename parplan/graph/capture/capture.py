@@ -21,7 +21,6 @@ from torch import Tensor, fx, nn
 
 from parplan.compat import mended_export, overload_name, pytree, schema_of
 from parplan.errors import CaptureError
-from parplan.garbage import seldom_collected
 from parplan.graph.attributes.containers import register_caches
 from parplan.graph.attributes.first_call import Change
 from parplan.graph.attributes.number_inputs import Number, as_tensors
@@ -38,6 +37,7 @@ from parplan.graph.capture.settled_state import export_settled
 from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
 from parplan.graph.export.autocast import record_casts
 from parplan.graph.export.functionalise import functionalise
+from parplan.graph.export.garbage import seldom_collected
 from parplan.graph.export.strided_views import lay_out_strided
 from parplan.graph.layer_graph import LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers

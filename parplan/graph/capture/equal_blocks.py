@@ -26,6 +26,7 @@ from typing import Any
 from torch import Tensor, fx, is_autocast_enabled, is_grad_enabled, nn
 from torch.export import ExportedProgram
 
+from parplan.accelerators import autocast_types
 from parplan.compat import HOOK_FIELDS, expression_of, intercepted_modules, memory_of, pytree, traced_node
 from parplan.graph.attributes.held_values import PLAIN
 from parplan.graph.attributes.recording import Recorder
@@ -308,7 +309,7 @@ def _arguments(leaves: Sequence[Any], spec: Any) -> Hashable | None:
         for x in tensors
     )
     words = tuple(tensor_facts(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) for leaf in leaves)
-    modes = is_grad_enabled(), is_autocast_enabled("cpu"), is_autocast_enabled("cuda")  # torch's are being recorded
+    modes = is_grad_enabled(), *map(is_autocast_enabled, autocast_types())  # torch's are being recorded
     return str(spec), words, aliases, modes
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parplan.accelerators import autocast_types
 from parplan.compat import FakeTensor, pytree
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import CASTS
 
 __all__ = ["autocast_as", "record_casts"]
 
-_KINDS = ("cpu", "cuda")
 _CONVERSIONS = ("to", "to_copy", "type_as")
 
 
@@ -31,7 +31,8 @@ def autocast_as(precision: str, model: nn.Module) -> AbstractContextManager[Any]
     dtype, parameters = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision), list(model.parameters())
     if dtype is None or all(one.dtype != torch.float32 for one in parameters):
         return nullcontext()
-    return torch.autocast("cuda" if any(one.is_cuda for one in parameters) else "cpu", dtype=dtype)
+    kinds = [one.device.type for one in parameters if one.device.type in autocast_types()]  # not those on meta
+    return torch.autocast(next((kind for kind in kinds if kind != "cpu"), "cpu"), dtype=dtype)
 
 
 class _Conversions(TorchDispatchMode):
@@ -59,7 +60,7 @@ def record_casts(graph: fx.Graph) -> None:
     Autocast passes meta tensors by: types of values there become those that the CPU's autocast gives them. Ops that a
     region without autocast has computed in their own types are left as they are.
     """
-    if not any(map(torch.is_autocast_enabled, _KINDS)):
+    if not any(map(torch.is_autocast_enabled, autocast_types())):
         return
     known: dict[Any, tuple[Any, dict[int, torch.dtype]]] = {}  # of a call: the types of its results, and its casts
     for node in (node for node in graph.nodes if node.op == "call_function"):
@@ -90,14 +91,14 @@ def _set_for(kind: str) -> str | None:
     """The kind of device whose autocast is in force for tensors of a kind, None where none is."""
     if kind == "meta":
         return "cpu"
-    return kind if kind in _KINDS and torch.is_autocast_enabled(kind) else None
+    return kind if kind in autocast_types() and torch.is_autocast_enabled(kind) else None
 
 
 def _run(node: fx.Node, operands: Sequence[fx.Node], kind: str, set_kind: str) -> tuple[Any, dict[int, torch.dtype]]:
     """The types of a call's results under autocast, and of the operands that it casts, by their places."""
     values = [one.meta["val"] for one in operands]
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
-    dtype = next(torch.get_autocast_dtype(one) for one in _KINDS if torch.is_autocast_enabled(one))
+    dtype = next(torch.get_autocast_dtype(one) for one in autocast_types() if torch.is_autocast_enabled(one))
     casting = torch.autocast(set_kind, dtype=dtype if kind == "meta" else None, cache_enabled=False)
     with mode:
         if kind == "meta":

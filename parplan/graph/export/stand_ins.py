@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from parplan.accelerators import accelerator_type
 from parplan.compat import conversion_of, memory_of
 
 __all__ = ["DataDetached", "idle_conversions", "missing_devices", "stand_ins"]
@@ -47,8 +48,8 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 
 
 def missing_devices() -> AbstractContextManager[Any]:
-    """A context in which CUDA devices that do not exist are read as the device a tensor is on, or the CPU."""
-    return _Stay() if torch.cuda.device_count() == 0 else nullcontext()
+    """A context in which accelerators that do not exist are read as the device a tensor is on, or the CPU."""
+    return _Stay() if accelerator_type() is None else nullcontext()
 
 
 @contextmanager
@@ -87,7 +88,7 @@ class DataDetached(TorchFunctionMode):
 
 
 class _Stay(TorchFunctionMode):
-    """Drops CUDA devices from the arguments of torch functions."""
+    """Drops accelerators from the arguments of torch functions."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -104,7 +105,6 @@ class _Stay(TorchFunctionMode):
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a value names a CUDA device; those that are asked here have none."""
-    if isinstance(value, str):
-        return value.split(":")[0] == "cuda"
-    return isinstance(value, torch.device) and value.type == "cuda"
+    """Whether a value names an accelerator; those that are asked here have none."""
+    kind = value.type if isinstance(value, torch.device) else value.split(":")[0] if isinstance(value, str) else "cpu"
+    return kind not in ("cpu", "meta")

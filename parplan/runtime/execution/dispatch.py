@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from parplan.accelerators import StreamContext, accelerator_count, autocast_types, is_started
 from parplan.errors import PlanError
 from parplan.runtime.transport.base import Transport
 
@@ -106,19 +107,19 @@ class CallersModes:
     gradients: bool
     inference: bool
     autocast: Mapping[str, torch.dtype]
-    streams: tuple[torch.cuda.Stream, ...]
+    streams: tuple[torch.Stream, ...]
 
     @staticmethod
     def current() -> CallersModes:
         """Those of this thread."""
         # A thread starts without autocast.
-        casts = {k: torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)}
-        streams: list[torch.cuda.Stream] = []  # that a new thread would not have: last that of the current device
-        if torch.cuda.is_initialized():
-            here = torch.cuda.current_device()
-            others = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count()) if index != here]
-            streams += (stream for stream in others if stream != torch.cuda.default_stream(stream.device))
-            streams.append(torch.cuda.current_stream(here))
+        casts = {k: torch.get_autocast_dtype(k) for k in autocast_types() if torch.is_autocast_enabled(k)}
+        streams: list[torch.Stream] = []  # that a new thread would not have: last that of the current device
+        if is_started():
+            here, current = torch.accelerator.current_device_index(), torch.accelerator.current_stream
+            others = [current(index) for index in range(accelerator_count()) if index != here]
+            # A device's default stream has the number 0; to set it again would start the driver on that device.
+            streams += [*(stream for stream in others if stream.stream_id != 0), current(here)]
         return CallersModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts, tuple(streams))
 
     @contextmanager
@@ -131,5 +132,5 @@ class CallersModes:
             for kind, dtype in self.autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             for stream in self.streams:
-                stack.enter_context(torch.cuda.stream(stream))
+                stack.enter_context(StreamContext(stream))
             yield

@@ -81,10 +81,10 @@ class Executor:
         marks = self.recorder.marks
         self.code = SegmentCache(graph, program, self.seeded, dropout, places, self.hooks, marks)
         self.dispatch: Dispatch = dispatch if dispatch is not None else Inline()
-        # Autograd computes on a GPU in the one thread it has for that, which waits for the whole backward of a call:
-        # a backward that another thread starts within would wait for that thread forever.
-        gpus = any(place.type == "cuda" for place in places.values())
-        self.backward_dispatch: Dispatch = Inline() if gpus else self.dispatch
+        # Autograd computes on an accelerator in the one thread it has for that, which waits for the whole backward of
+        # a call: a backward that another thread starts within would wait for that thread forever.
+        on_cpus = all(place.type == "cpu" for place in places.values())
+        self.backward_dispatch: Dispatch = self.dispatch if on_cpus else Inline()
         self._drawing = {id(step) for step in program.computes if draws_any(graph, step.layers)}
         self._written = {id(step): written_buffers(graph, step) for step in program.computes}
         self._statistics = frozenset[str]().union(*self._written.values())

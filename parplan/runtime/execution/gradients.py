@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parplan.accelerators import as_current
 from parplan.layout import Block, located, whole_block
 from parplan.lowering.holdings import Bucket
 from parplan.lowering.program import State
@@ -150,9 +151,10 @@ class Gradients:
             self._transport.used_here(term.gradient)
         if len(terms) == 1 and terms[0].gradient.shape == original.shape:
             return terms[0].gradient.to(original.device, copy=own and not terms[0].own)
-        total = torch.zeros_like(original, memory_format=torch.contiguous_format)
-        for device, held in by_device.items():
-            place = self._store.place(name, device)
-            for term in held:
-                add_block(total, located(term.block, place), term.gradient.to(original.device))
+        with as_current(original.device):
+            total = torch.zeros_like(original, memory_format=torch.contiguous_format)
+            for device, held in by_device.items():
+                place = self._store.place(name, device)
+                for term in held:
+                    add_block(total, located(term.block, place), term.gradient.to(original.device))
         return total

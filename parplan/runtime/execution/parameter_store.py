@@ -9,13 +9,14 @@ torchrun each process's module holds just what its rank needs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from parplan.accelerators import as_current
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Block, Ranges, located, region_of, shape_of, whole_block
@@ -216,9 +217,10 @@ class Store:
         for wanted in (*written, *self._changed(unwritten)):
             original = self.original(wanted.name)
             stale[original.device, wanted.where.place, original.dtype][wanted] = None
-        for (_, target, _), group in stale.items():
-            blocks = [block_values(self.original(wanted.name).detach(), wanted.where.block) for wanted in group]
-            flat = sent(torch.cat([tensor.reshape(-1) for tensor in blocks]), target)
+        for (source, target, _), group in stale.items():
+            with as_current(source):
+                blocks = [block_values(self.original(wanted.name).detach(), wanted.where.block) for wanted in group]
+                flat = sent(torch.cat([tensor.reshape(-1) for tensor in blocks]), target)
             parts = flat.split([tensor.numel() for tensor in blocks])
             for wanted, tensor, part in zip(group, blocks, parts, strict=True):
                 self._copies[wanted.where] = _Copy(part.view(tensor.shape), version(self.original(wanted.name)))
@@ -235,13 +237,15 @@ class Store:
         copies = {wanted: copy for wanted, copy in copies.items() if not copy.tensor.is_meta}  # those have no values
         for wanted, copy in copies.items():
             if copy.checksum is None:
-                copy.checksum = _checksum(copy.tensor)
+                with as_current(copy.tensor.device):
+                    copy.checksum = _checksum(copy.tensor)
             original = self.original(wanted.name).detach()
-            originals[original.device].append(_checksum(block_values(original, wanted.where.block)))
+            with as_current(original.device):
+                originals[original.device].append(_checksum(block_values(original, wanted.where.block)))
         # One reading of each device's numbers, however many copies there are.
-        by_device = {device: iter(torch.stack(sums).tolist()) for device, sums in originals.items()}
-        held = [copy.checksum for copy in copies.values() if copy.checksum is not None]
-        known = torch.stack([checksum.cpu() for checksum in held]).tolist() if held else []
+        by_device = {device: iter(_numbers(sums)) for device, sums in originals.items()}
+        held = [sent(copy.checksum, torch.device("cpu")) for copy in copies.values() if copy.checksum is not None]
+        known = torch.stack(held).tolist() if held else []
         return [
             wanted
             for wanted, checksum in zip(copies, known, strict=True)
@@ -266,11 +270,18 @@ class Store:
         return whole_block(self.shapes[name][device]) if self._sharded else held
 
 
+def _numbers(numbers: Sequence[Tensor]) -> list[int]:
+    """Numbers of one device, read at once."""
+    with as_current(numbers[0].device):
+        found: list[int] = torch.stack(list(numbers)).tolist()
+    return found
+
+
 def _checksum(tensor: Tensor) -> Tensor:
     """A number of shape () that differs if any bit, or the order, of the elements does; on the tensor's device."""
     bits = tensor.detach().contiguous().view(-1).view(_BITS[min(tensor.element_size(), 8)])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for number, chunk in enumerate(bits.split(CHUNK)):
-        weights = (torch.arange(chunk.numel(), device=tensor.device) + number * CHUNK) * _SCATTER
+        weights = (torch.arange(chunk.numel(), dtype=torch.int64, device=tensor.device) + number * CHUNK) * _SCATTER
         total += (chunk.to(torch.int64) * (weights ^ (weights >> 31) | 1)).sum()
     return total

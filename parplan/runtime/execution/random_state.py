@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from parplan.accelerators import default_generator
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer
@@ -109,7 +110,7 @@ class SeededOps:
     def _seeded(self, op: Callable[..., Any], place: int) -> Callable[..., Any]:
         def seeded(*args: Any, **kwargs: Any) -> Any:
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
-            generator = _generator(device)
+            generator = default_generator(device)
             state = generator.get_state()
             own = self.micro_batch * self._places + place + 1
             generator.manual_seed((self.seed + own * _STRIDE) % _SEEDS)
@@ -144,8 +145,8 @@ class OwnDraws:
     """
 
     def __init__(self, seed: int | None, places: Iterable[torch.device]) -> None:
-        known = {place: _generator(place) for place in (torch.device("cpu"), *places)} if seed is not None else {}
-        self._generators = list(dict.fromkeys(known.values()))
+        drawn = (torch.device("cpu"), *places) if seed is not None else ()
+        self._generators = list(dict.fromkeys(map(default_generator, drawn)))
         self._states: list[torch.Tensor] = []
         self._seed = seed or 0
 
@@ -164,11 +165,6 @@ class OwnDraws:
             self._states = [generator.get_state() for generator in self._generators]
             for generator, state in zip(self._generators, callers, strict=True):
                 generator.set_state(state)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """The generator that ops on a device draw from by default."""
-    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
 
 def draws_any(graph: LayerGraph, layers: Iterable[str]) -> bool:

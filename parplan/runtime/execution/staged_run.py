@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parplan.accelerators import as_current
 from parplan.errors import RuntimeFailure
 from parplan.lowering.micro_batches import Combination, How
 from parplan.lowering.pipeline.orders import Action
@@ -77,9 +78,11 @@ def run_passes(
     def update_with(moment: Moment, last: bool) -> None:
         sums.arrive()
         transport.show()
-        totals = sums.totals(moment, own=True)
-        known = {name: total for name, total in totals.items() if total is not None}
-        update({n: t if moment[n] == 1 else t * moment[n] for n, t in known.items()}, last)
+        totals = {name: total for name, total in sums.totals(moment, own=True).items() if total is not None}
+        for name in (name for name in totals if moment[name] != 1):
+            with as_current(totals[name].device):
+                totals[name].mul_(moment[name])
+        update(totals, last)
         executor.store.refresh()
         transport.begin()
 
@@ -172,14 +175,12 @@ class LossInside:
 
     def gradients(self, number: int, results: list[Tensor]) -> list[Tensor | None]:
         """Gradients of a micro-batch's results: the loss's weight, unscaled where it counts targets."""
-        loss = results[self.loss]
-        counted = None
+        loss, counted = results[self.loss], None
         if self.rows:
             counted = results[-1][..., -1].to(torch.float64).sum()
-            if self.whole and self.executor.transport.processes > 1:
-                counted = torch.stack(
-                    self.executor.transport.gather_tensors("what a micro-batch counts", counted)
-                ).sum()
+            transport = self.executor.transport
+            if self.whole and transport.processes > 1:
+                counted = torch.stack(transport.gather_tensors("what a micro-batch counts", counted)).sum()
         weight = self.weight(number, loss.device, counted)
         self.weights.append(weight)
         self.keep(results)
@@ -380,9 +381,8 @@ def run_with_loss(step: LossInside, inputs: Mapping[str, Tensor]) -> list[Tensor
     if executor.transport.processes > 1:
         aliases = executor.aliases()
         tensors[len(inputs) :] = aliases.tensors
-    results: tuple[Tensor, ...] = _StepWithLoss.apply(  # type: ignore[no-untyped-call]
-        step, tuple(inputs), aliases, *tensors
-    )
+    with as_current(executor.transport.physical(executor.deliver_from)):
+        results = _StepWithLoss.apply(step, tuple(inputs), aliases, *tensors)  # type: ignore[no-untyped-call]
     return list(results)
 
 
@@ -396,9 +396,8 @@ class _StepWithLoss(torch.autograd.Function):
         run = run_pipeline(step) if step.actions else run_micro_batches(step.micro_batches, step.gradients)
         of_parameters, of_inputs = run
         found: list[Tensor | None] = []
-        for place, name in enumerate(names):
-            parts, dim = [own[place] for own in of_inputs], step.inputs[name]
-            known = [part for part in parts if part is not None]
+        for place, dim in enumerate(step.inputs[name] for name in names):
+            known = [part for own in of_inputs if (part := own[place]) is not None]
             whole = None if not known else torch.cat(known, dim) if dim is not None else torch.stack(known).sum(0)
             found.append(whole)
         ctx.found, ctx.step, ctx.aliases = [*found, *of_parameters.values()], step, aliases
@@ -444,6 +443,8 @@ class _StepWithLoss(torch.autograd.Function):
         if transport.processes > 1:  # known to be the same in all, which each tensor in blocks would ask again
             number = factor.item()
             return (None, None, None, *(one if one is None or number == 1 else one.mul_(number) for one in found))
-        given = [None if one is None else one.mul_(factor.to(one.dtype).to(one.device)) for one in found]
+        for one in (one for one in found if one is not None):
+            with as_current(one.device):
+                one.mul_(factor.to(one.dtype).to(one.device))
         transport.ready_on(step.executor.deliver_from)
-        return (None, None, None, *given)
+        return (None, None, None, *found)

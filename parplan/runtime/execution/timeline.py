@@ -91,15 +91,15 @@ class StepTimes:
 
 
 class _Lane:
-    """The activities of all steps, timed by the host or by events on one CUDA stream.
+    """The activities of all steps, timed by the host or by events on one stream.
 
     Args:
-        stream: the stream of a CUDA device, asked for at the begin of each step; None for the host's clock.
+        stream: the stream of an accelerator, asked for at the begin of each step; None for the host's clock.
     """
 
-    def __init__(self, stream: Callable[[], torch.cuda.Stream] | None = None) -> None:
+    def __init__(self, stream: Callable[[], torch.Stream] | None = None) -> None:
         self._find_stream = stream
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
         self._steps: list[list[tuple[StepActivity, tuple[int, ...], Any]]] = []  # with nanoseconds, or events
 
     def begin(self) -> None:
@@ -113,14 +113,14 @@ class _Lane:
         if self._stream is None:
             self._steps[-1].append((activity, devices, perf_counter_ns()))
             return
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self._stream.device, enable_timing=True)
         # Said explicitly, as hooks run in a thread of autograd's.
         event.record(self._stream)
         self._steps[-1].append((activity, devices, event))
 
     def read(self) -> list[StepTimes]:
         if self._stream is not None:
-            torch.cuda.synchronize(self._stream.device)
+            torch.accelerator.synchronize(self._stream.device)
         found = []
         for step in self._steps:
             moments = [moment for *_, moment in step]
@@ -178,13 +178,13 @@ class StepTimeline(Recorder):
         host = _Lane()
         places = {device: transport.physical(device) for device in transport.owned}
 
-        def device_stream(device: int) -> torch.cuda.Stream:
+        def device_stream(device: int) -> torch.Stream:
             with transport.on(device):
-                return torch.cuda.current_stream(places[device])
+                return torch.accelerator.current_stream(places[device])
 
-        cuda = [device for device, place in places.items() if place.type == "cuda"]
-        self._lanes = {d: _Lane(partial(device_stream, d)) if d in cuda else host for d in places}
-        self._caller = _Lane(partial(torch.cuda.current_stream, places[cuda[0]])) if cuda else host
+        queued = [device for device, place in places.items() if place.type != "cpu"]
+        self._lanes = {d: _Lane(partial(device_stream, d)) if d in queued else host for d in places}
+        self._caller = _Lane(partial(torch.accelerator.current_stream, places[queued[0]])) if queued else host
         self._all = list(dict.fromkeys([self._caller, *self._lanes.values()]))
         self.one_clock = len(self._all) == 1
         self.marks = self

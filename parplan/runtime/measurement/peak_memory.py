@@ -44,24 +44,25 @@ class StepPeak:
 def step_peak(step: Callable[[], object], held: Iterable[Tensor], device: torch.device | None = None) -> StepPeak:
     """The peak of the tensors on one device while `step` runs.
 
-    In one process with several logical CPU devices this is the sum of all of them, and with several CUDA devices that
+    In one process with several logical CPU devices this is the sum of all of them, and with several accelerators that
     of the one asked for.
 
     Args:
         step: runs one training step, or several; its result is dropped.
         held: tensors that are alive before it (parameters, buffers, gradients, optimizer state, the batch), each
             memory counted once.
-        device: the CPU by default, or a CUDA device.
+        device: the CPU by default, or an accelerator.
     """
     place = device if device is not None else torch.device("cpu")
     before = held_bytes(held, place)
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
-        torch.cuda.reset_peak_memory_stats(place)
-        allocated = torch.cuda.memory_allocated(place)
+    if place.type != "cpu":
+        accelerator = torch.accelerator
+        accelerator.synchronize(place)
+        accelerator.reset_peak_memory_stats(place)
+        allocated = accelerator.memory_allocated(place)
         step()
-        torch.cuda.synchronize(place)
-        return StepPeak(before, max(0, torch.cuda.max_memory_allocated(place) - allocated))
+        accelerator.synchronize(place)
+        return StepPeak(before, max(0, accelerator.max_memory_allocated(place) - allocated))
     gc.collect()  # garbage of before, collected within the step, would count as memory that the step released
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()

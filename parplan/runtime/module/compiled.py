@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parplan.accelerators import as_current
 from parplan.compat import FakeTensor, pytree
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import Constant, LayerGraph
@@ -218,12 +219,13 @@ class Compiled(Wrapped):
         nested, axes = partial(self._nested, graph, program, call=call), sample_axes(graph, call.dim)
         step = StagedStep(executor, nested, targets, call.batch or 1, axes, loss_fn, optimizer)
         self._begins(graph)
-        if parts is not None:
-            loss = step.run_in_micro_batches(parts.micro_batches, parts.ranges, check=not captured.mean_loss)
-            captured.mean_loss = True
-        else:
-            assert program.staged is not None  # else there are no moments
-            loss = step.run(program.staged, call.named(graph.user_inputs), found)
+        with as_current(executor.transport.physical(executor.deliver_from)):
+            if parts is not None:
+                loss = step.run_in_micro_batches(parts.micro_batches, parts.ranges, check=not captured.mean_loss)
+                captured.mean_loss = True
+            else:
+                assert program.staged is not None  # else there are no moments
+                loss = step.run(program.staged, call.named(graph.user_inputs), found)
         end_forward(self.module, graph)
         return loss
 

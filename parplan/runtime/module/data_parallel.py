@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parplan.accelerators import accelerator_count, accelerator_type
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
@@ -42,8 +43,8 @@ def data_parallel(
 
     Args:
         inputs: a tensor, a tuple of positional arguments, or None; tensors are cut along `dim`, all else is shared.
-        device_ids: numbers of CUDA devices, or any devices by name, also the same one several times; None: all CUDA
-            devices. Empty: the module is simply called.
+        device_ids: numbers of accelerators, or any devices by name, also the same one several times; None: all
+            accelerators. Empty: the module is simply called.
         output_device: where results are gathered; default: the first of `device_ids`.
         dim: the dimension that samples lie along.
         module_kwargs: keyword arguments, treated as `inputs` are.
@@ -55,7 +56,7 @@ def data_parallel(
         raise RuntimeFailure(f"{module!r} is no torch.nn.Module, which is what can be run on several devices")
     whole = inputs if isinstance(inputs, tuple) else (inputs,)
     args, kwargs = () if inputs is None else whole, dict(module_kwargs or {})
-    places = _places(range(torch.cuda.device_count()) if device_ids is None else device_ids)
+    places = _places(range(accelerator_count()) if device_ids is None else device_ids)
     if not places:
         return module(*args, **kwargs)
     output = _places([output_device])[0] if output_device is not None else places[0]
@@ -105,6 +106,6 @@ def _places(devices: Sequence[Device]) -> tuple[torch.device, ...]:
     found = []
     for device in devices:
         if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
-            raise RuntimeFailure(f"{device!r} is no device; give the number of a CUDA device, or a name such as 'cpu'")
-        found.append(torch.device("cuda", device) if isinstance(device, int) else named(device))
+            raise RuntimeFailure(f"{device!r} is no device; give the number of an accelerator, or a name such as 'cpu'")
+        found.append(torch.device(accelerator_type() or "cuda", device) if isinstance(device, int) else named(device))
     return tuple(found)

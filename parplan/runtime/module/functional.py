@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parplan.accelerators import as_current
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 from parplan.runtime.execution.dispatch import CallersModes
@@ -99,8 +100,9 @@ def reduce(values: Sequence[Any], device: torch.device | str) -> Any:
         raise RuntimeFailure("reduce: no terms to sum; pass one per device")
 
     def add(*terms: Tensor) -> Tensor:
-        first, *others = (term.to(device) for term in terms)
-        return sum(others, start=first)
+        with as_current(torch.device(device)):
+            first, *others = (term.to(device) for term in terms)
+            return sum(others, start=first)
 
     return _joined(add, values, "reduce: term {} is {}, term 0 {}; sum equal structures")
 
@@ -137,7 +139,8 @@ def parallel_apply(
     modes = CallersModes.current()
 
     def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with modes.set():
+        given = (leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        with modes.set(), as_current(next(given, torch.device("cpu"))):
             return function(*args, **kwargs)
 
     with ThreadPoolExecutor(max_workers=max(1, len(functions))) as pool:

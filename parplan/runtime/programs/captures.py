@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from parplan.accelerators import autocast_types
 from parplan.compat import pytree
 from parplan.errors import CaptureError, PlanError, RuntimeFailure
 from parplan.graph.attributes.number_inputs import Number
@@ -265,7 +266,7 @@ class Captures:
 
     def _modes(self, training: bool) -> Hashable:
         """The modes that a graph is captured in."""
-        casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+        casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in autocast_types())
         made = (torch.get_default_dtype(), torch.get_default_device())  # of tensors that the forward makes
         modes = (self._own.modes(training), torch.is_grad_enabled())
         return (*modes, casts, made, self._own.trained, self._hooks.marks)

@@ -333,19 +333,20 @@ def _all(transport: Transport, agrees: bool) -> bool:
 
 
 def _check_room(subject: CheckedModel, batch: Batch) -> None:
-    """Refuse to run the plain module where its weights, gradients and activations exceed what is free on a GPU.
+    """Refuse to run the plain module where its weights, gradients and activations exceed what is free on its device.
 
     Raises:
         OutOfMemoryError: there is too little room.
     """
     place = subject.transport.physical(subject.transport.owned[0])
-    if place.type != "cuda":
+    if place.type == "cpu":
         return
     graph = subject.captured.graph
     held = sum(tensor.nbytes for tensor in (*subject.module.parameters(), *subject.module.buffers()))
     share = (batch.whole.batch or 1) / (graph.batch or 1)
     values = sum(graph.values[value].nbytes for layer in graph.layers.values() for value in layer.outputs)
     wanted = 3 * held + int(values * (share if graph.batch else 1))
-    free = torch.cuda.mem_get_info(place)[0] + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+    memory = torch.accelerator
+    free = memory.get_memory_info(place)[0] + memory.memory_reserved(place) - memory.memory_allocated(place)
     if wanted > free:
         raise torch.OutOfMemoryError(f"about {wanted:,} bytes are needed and {free:,} are free on {place}")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from parplan.accelerators import as_current
 from parplan.compat import pytree
 from parplan.graph.attributes.surroundings import callers_modes, seen_modes
 from parplan.graph.layer_graph import Constant, LayerGraph
@@ -122,7 +123,9 @@ def end_forward(module: nn.Module, graph: LayerGraph) -> None:
 @torch.no_grad()
 def _count(module: nn.Module, graph: LayerGraph, counters: Iterable[str]) -> None:
     for name in counters:
-        module.get_buffer(graph.buffers[name]).add_(graph.counters[name])
+        counter = module.get_buffer(graph.buffers[name])
+        with as_current(counter.device):
+            counter.add_(graph.counters[name])
 
 
 def _values(

@@ -94,7 +94,8 @@ def relative_difference(expected: Tensor, actual: Tensor, floor: float) -> float
         return 0.0 if torch.equal(expected, actual.to(expected.device)) else math.inf
     if not expected.numel():
         return 0.0
-    wanted, given = _exact(expected.detach()), _exact(actual.detach()).to(expected.device)
+    wanted, given = _exact(expected.detach()), _exact(actual.detach())
+    given = given.to(wanted.device)
     difference = float((wanted - given).abs().max())
     if not math.isfinite(difference):
         if not torch.equal(_infinite(wanted), _infinite(given)):
@@ -123,7 +124,9 @@ def size_of(tensor: Tensor) -> float:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_complex() else tensor.double()
+    """In float64; on the host where the tensor's device may not compute in that."""
+    known = tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()
+    return known if known.is_complex() else known.double()
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from parplan.accelerators import accelerator_count, accelerator_type, place_of
 from parplan.errors import RuntimeFailure
 from parplan.runtime.transport.base import Transport
 from parplan.runtime.transport.distributed import DistributedTransport
@@ -20,12 +21,9 @@ Device = torch.device | str
 def transport_for(devices: Sequence[Device] | None, group: dist.ProcessGroup | None) -> Transport:
     """The transport for these devices; without any, for the process group's ranks, else for what this machine has."""
     if devices is None and dist.is_available() and dist.is_initialized():
-        # The process's device: its current CUDA device where the group talks between those, else the CPU.
-        cuda = torch.cuda.is_available() and dist.get_backend(group) == "nccl"
-        own = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        return DistributedTransport(own, group)
+        return DistributedTransport(_own_device(group), group)
     if devices is None:
-        devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
+        devices = [place_of(number) for number in range(max(1, accelerator_count()))]
     if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise RuntimeFailure(f"devices is {devices!r}; give a list with a place for each, such as ['cuda:0', 'cuda:1']")
     if not devices:
@@ -33,20 +31,32 @@ def transport_for(devices: Sequence[Device] | None, group: dist.ProcessGroup | N
     return LocalTransport([existing(device) for device in devices])
 
 
+def _own_device(group: dist.ProcessGroup | None) -> torch.device:
+    """This process's device: its current accelerator where the group talks between those, else the CPU."""
+    kind = accelerator_type()
+    if kind is None:
+        return torch.device("cpu")
+    backend = dist.get_default_backend_for_device(kind)
+    # gloo is asked to carry every type of tensor, by way of the host: with it, the processes' devices are CPUs.
+    if backend == "gloo" or f"{kind}:{backend}" not in dist.get_backend_config(group).split(","):
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
 def existing(name: Device) -> torch.device:
     """A device by name.
 
     Raises:
-        RuntimeFailure: no name of a device, or a CUDA device that this machine does not have.
+        RuntimeFailure: no name of a device, or an accelerator that this machine does not have.
     """
     device = named(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        index = device.index or 0
-        if index >= count:
-            raise RuntimeFailure(f"{name}: this machine has {count} CUDA devices; name others, or 'cpu'")
-        return torch.device("cuda", index)
-    return device
+    if device.type == "cpu":
+        return device
+    count = accelerator_count() if device.type == accelerator_type() else 0
+    if (device.index or 0) >= count:
+        here = f"{count} {device.type} device{'s' * (count != 1)}" if count else f"no {device.type} device"
+        raise RuntimeFailure(f"{name}: this machine has {here}; name others, or 'cpu'")
+    return torch.device(device.type, device.index or 0)
 
 
 def named(name: Device) -> torch.device:

@@ -1,7 +1,7 @@
 """The transport of one process that owns every device: copies and sums between its own tensors.
 
 Several logical devices may share a physical one, and all may be the CPU: then nothing is copied that need not be.
-Between CUDA devices a copy runs on the receiver's copy stream, directly where the devices can reach each other and
+Between accelerators a copy runs on the receiver's copy stream, directly where the devices can reach each other and
 through pinned host memory where they cannot.
 """
 
@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from parplan.accelerators import reach_each_other
 from parplan.layout import Piece
 from parplan.lowering.program import Exchange
 from parplan.runtime.transport.base import Held, Transport, assemble, block
@@ -28,7 +29,7 @@ class _Arrived:
     """Copies that were enqueued; only the receiving streams still have to wait."""
 
     parts: Held
-    marks: Mapping[int, torch.cuda.Event | None]
+    marks: Mapping[int, torch.Event | None]
     streams: Streams
 
     def wait(self) -> Held:
@@ -48,7 +49,7 @@ class LocalTransport(Transport):
         self.owned = tuple(range(len(devices)))
         self._devices = tuple(devices)
         self._streams = Streams(devices)
-        self._reachable: dict[tuple[int, int], bool] = {}
+        self._reachable: dict[tuple[torch.device, torch.device], bool] = {}
 
     def physical(self, device: int) -> torch.device:
         """The physical device of a logical device."""
@@ -109,17 +110,17 @@ class LocalTransport(Transport):
     def _moved(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """`tensor` where `target` lives, for the stream that it copies on."""
         place = self._devices[target]
-        if tensor.is_cuda and place.type == "cpu":
+        if tensor.device.type != "cpu" and place.type == "cpu":
             with self._streams.computing(source):
                 return sent(tensor, place)
-        # Also on one GPU: devices that share it have streams of their own.
+        # Also on one accelerator: devices that share it have streams of their own.
         self._streams.used_here(tensor)
         if tensor.device == place:
             return tensor
-        if tensor.is_cuda and place.type == "cuda":
-            pair = (tensor.device.index or 0, place.index or 0)
+        if tensor.device.type == place.type:
+            pair = (tensor.device, place)
             if pair not in self._reachable:
-                self._reachable[pair] = bool(torch.cuda.can_device_access_peer(*pair))
+                self._reachable[pair] = reach_each_other(*pair)
             if not self._reachable[pair]:
                 # By way of pinned host memory: the host waits for the first half of the way.
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""CUDA streams for logical devices: one that computes and one that copies, ordered by events.
+"""Streams of accelerators for logical devices: one that computes and one that copies, ordered by events.
 
 On the CPU there is nothing to order and every call here does nothing. Work is never waited for on the host: a stream
 waits for an event of another one. Memory that one stream allocated and another one uses is told to the allocator
@@ -13,41 +13,44 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from parplan.accelerators import StreamContext, as_current
+
 __all__ = ["Streams", "sent"]
 
 
 class Streams:
-    """One compute and one copy stream per logical device that lives on CUDA."""
+    """One compute and one copy stream per logical device that lives on an accelerator."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._compute = {i: torch.cuda.Stream(d) for i, d in enumerate(devices) if d.type == "cuda"}
-        self._copy = {i: torch.cuda.Stream(d) for i, d in enumerate(devices) if d.type == "cuda"}
+        self._compute = {i: torch.Stream(d) for i, d in enumerate(devices) if d.type != "cpu"}
+        self._copy = {i: torch.Stream(d) for i, d in enumerate(devices) if d.type != "cpu"}
 
     def computing(self, device: int) -> AbstractContextManager[object]:
         """The context in which `device` computes."""
         stream = self._compute.get(device)
-        return torch.cuda.stream(stream) if stream else nullcontext()
+        return StreamContext(stream) if stream is not None else nullcontext()
 
     def copying(self, device: int) -> AbstractContextManager[object]:
         """The context in which `device` receives copies."""
         stream = self._copy.get(device)
-        return torch.cuda.stream(stream) if stream else nullcontext()
+        return StreamContext(stream) if stream is not None else nullcontext()
 
     def begin(self) -> None:
         """Devices compute after what the caller's current streams hold; copies wait for what devices compute."""
         for stream in self._compute.values():
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            stream.wait_stream(torch.accelerator.current_stream(stream.device))
 
     def end(self) -> None:
         """The caller's current streams wait for what devices have computed, and so for copies that this used."""
         for stream in self._compute.values():
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
     def ready_on(self, place: torch.device) -> None:
         """The current stream of `place` waits for those of all devices: autograd takes what a node gives from there."""
-        if place.type == "cuda":
+        if place.type != "cpu":
+            current = torch.accelerator.current_stream
             for device in {stream.device for stream in self._compute.values()} - {place}:
-                torch.cuda.current_stream(place).wait_stream(torch.cuda.current_stream(device))
+                current(place).wait_stream(current(device))
 
     def copy_after_compute(self, source: int, target: int) -> None:
         """Order the next copies of `target` after everything that `source` and `target` have computed so far."""
@@ -55,11 +58,11 @@ class Streams:
             if target in self._copy and device in self._compute:
                 self._copy[target].wait_stream(self._compute[device])
 
-    def copied(self, device: int) -> torch.cuda.Event | None:
+    def copied(self, device: int) -> torch.Event | None:
         """A mark behind what `device` was told to copy so far; those who wait for it need not wait for later copies."""
         return self._copy[device].record_event() if device in self._copy else None
 
-    def compute_after_copy(self, device: int, tensor: Tensor, mark: torch.cuda.Event | None) -> None:
+    def compute_after_copy(self, device: int, tensor: Tensor, mark: torch.Event | None) -> None:
         """Order the next work of `device` after its copies up to `mark`; `tensor` came with them."""
         if mark is not None:
             self._compute[device].wait_event(mark)
@@ -67,10 +70,11 @@ class Streams:
 
     def used_here(self, tensor: Tensor) -> None:
         """`tensor` is read by the current stream of its device (that of a copy between devices, too)."""
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if tensor.device.type != "cpu":
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def sent(tensor: Tensor, place: torch.device) -> Tensor:
     """`tensor` on `place`; the host waits for copies to its own memory, and from pinned memory, which may change."""
-    return tensor.to(place, non_blocking=place.type == "cuda" and not tensor.is_pinned())
+    with as_current(place if place.type != "cpu" else tensor.device):
+        return tensor.to(place, non_blocking=place.type != "cpu" and not tensor.is_pinned())

@@ -40,7 +40,7 @@ def test_drivers_names_lead_to_presets(name: str, kind: str | None) -> None:
 
 
 def test_the_cpu_as_logical_devices_that_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     one, four = this_cluster(), this_cluster(4)
     assert (one.count, four.count) == (1, 4)
     assert four.device.kind == "cpu"
@@ -62,14 +62,15 @@ def test_a_calibrated_cpu_is_no_estimate() -> None:
 class Properties:
     """What torch tells of a GPU."""
 
-    total_memory: int = 140 * 2**30
     multi_processor_count: int = 40
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """As if CUDA devices called `names` were here."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda index: (0, 140 * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
 
@@ -100,7 +101,9 @@ def test_gpus_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert this_cluster(1).device.kind == "h200-sxm"
 
 
-@pytest.mark.parametrize(("kind", "message"), [("cuda:9", "this machine has"), ("meta", "cpu and cuda devices")])
+@pytest.mark.parametrize(
+    ("kind", "message"), [("cuda:9", "there is no cuda:9: this"), ("meta", "there is no meta: this")]
+)
 def test_devices_that_are_not_here(kind: str, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         host_device(kind)

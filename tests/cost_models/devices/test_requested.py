@@ -19,7 +19,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
 @pytest.mark.parametrize(

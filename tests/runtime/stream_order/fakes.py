@@ -1,6 +1,6 @@
-"""Stand-ins for torch.cuda and for the operations of CUDA tensors, which tell a `Machine` what happens.
+"""Stand-ins for torch.cuda, torch.accelerator and the operations of CUDA tensors, which tell a `Machine` what happens.
 
-The classes and functions have torch.cuda's own signatures (a test compares them), so that a call that torch would
+The classes and functions have torch's own signatures (a test compares them), so that a call that torch would
 refuse is refused here. Operations are seen by a TorchDispatchMode below autograd, devices and copies by a
 TorchFunctionMode above it; both are entered in every thread.
 """
@@ -29,7 +29,7 @@ from tests.runtime.stream_order.autograd import Engine, label
 from tests.runtime.stream_order.machine import CPU, Machine, Role
 from tests.runtime.stream_order.order import Clock, Timeline
 
-__all__ = ["FakeEvent", "FakeStream", "fake_functions", "installed"]
+__all__ = ["FakeEvent", "FakeStream", "accelerator_functions", "fake_functions", "installed"]
 
 Device = torch.device | str | int | None
 
@@ -38,7 +38,7 @@ _WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::
 
 
 class FakeStream:
-    """Stands in for torch.cuda.Stream."""
+    """Stands in for torch.cuda.Stream and torch.Stream."""
 
     machine: ClassVar[Machine]
     made: ClassVar[dict[int, int]]
@@ -68,6 +68,10 @@ class FakeStream:
 
     def synchronize(self) -> None:
         self.machine.wait(self.machine.host, self.machine.mark(self.timeline))
+
+    @property
+    def stream_id(self) -> int:
+        return self.timeline.number
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FakeStream) and self.timeline == other.timeline
@@ -124,20 +128,53 @@ def fake_functions(machine: Machine, stream_class: type[FakeStream]) -> dict[str
     def stream(stream: FakeStream | None) -> AbstractContextManager[None]:
         return nullcontext() if stream is None else entered(stream)
 
-    def current_device() -> int:
-        return local.device
-
-    def device_count() -> int:
-        return 0 if local.paused else machine.devices
-
     def is_initialized() -> bool:
         return not local.paused
 
     def can_device_access_peer(device: Device, peer_device: Device) -> bool:
         return machine.peers
 
-    made = (current_stream, default_stream, stream, current_device, device_count, is_initialized)
-    return {function.__name__: function for function in (*made, can_device_access_peer)}
+    made = (current_stream, default_stream, stream, is_initialized, can_device_access_peer)
+    return {function.__name__: function for function in made}
+
+
+def accelerator_functions(machine: Machine, stream_class: type[FakeStream]) -> dict[str, Callable[..., Any]]:
+    """torch.accelerator's functions, by name."""
+    local = machine.local
+
+    def is_available() -> bool:
+        return not local.paused
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return torch.device("cuda")
+
+    def device_count() -> int:
+        return 0 if local.paused else machine.devices
+
+    def current_device_index() -> int:
+        return local.device
+
+    def set_device_index(device: Device, /) -> None:
+        local.device = local.device if device is None else machine.index(machine.named(device))
+
+    def current_stream(device: Device = None, /) -> FakeStream:
+        index = local.device if device is None else machine.index(machine.named(device))
+        return stream_class(index, timeline=machine.stream(index))
+
+    def set_stream(stream: FakeStream) -> None:
+        index = stream.timeline.device or 0
+        local.device, local.streams[index] = index, stream.timeline
+
+    @contextmanager
+    def device_index(device: int | None, /) -> Iterator[None]:
+        before, local.device = local.device, local.device if device is None else device
+        try:
+            yield
+        finally:
+            local.device = before
+
+    made = (is_available, current_accelerator, device_count, current_device_index, set_device_index)
+    return {function.__name__: function for function in (*made, current_stream, set_stream, device_index)}
 
 
 class _Devices(TorchFunctionMode):
@@ -288,6 +325,7 @@ class _Operations(TorchDispatchMode):
         for tensor in born:
             machine.born(tensor, machine.local.birth or place, machine.local.pinned)
         place = machine.local.birth or place
+        machine.guarded([place], name)
         if name.startswith("aten::empty") or name.startswith("aten::new_empty"):
             return result  # only allocated
         numbers = [tensor for tensor in reads if tensor.dim() == 0 and machine.place(tensor) != place]
@@ -413,9 +451,12 @@ def installed(machine: Machine) -> Iterator[None]:
     plain_streams, plain_hooks = Streams.__init__, saved_tensors_hooks.__init__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", stream_class)
+        patch.setattr(torch, "Stream", stream_class)
         patch.setattr(torch.cuda, "Event", event_class)
         for name, function in fake_functions(machine, stream_class).items():
             patch.setattr(torch.cuda, name, function)
+        for name, function in accelerator_functions(machine, stream_class).items():
+            patch.setattr(torch.accelerator, name, function)
         patch.setattr(torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(machine.devices)))
         patch.setattr(
             torch.autograd, "_engine_run_backward", Engine(machine, vars(torch.autograd)["_engine_run_backward"], modes)

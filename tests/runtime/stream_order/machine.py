@@ -26,6 +26,7 @@ __all__ = ["CPU", "Edge", "Machine", "Role"]
 CPU = torch.device("cpu")
 _PRODUCT = str(Path(__file__).parents[3] / "parplan")
 _PROGRAMS = ("training.py", "programs.py", "test_fakes.py")
+_USERS = ("train_step.py:_update",)  # it calls the user's optimizer
 _TRANSPORT = ("streams.py", "local.py")  # a call site reaches up to the first function that is in neither
 
 
@@ -84,6 +85,7 @@ class Machine:
     Attributes:
         edges: the waits and record_streams seen so far that parplan called for.
         roles: names for streams, in edges.
+        astray: operations of parplan on a device that was not the current one.
     """
 
     def __init__(self, devices: int = 2, peers: bool = True, muted: Edge | None = None) -> None:
@@ -92,6 +94,7 @@ class Machine:
         self.order = Order()
         self.edges: dict[Edge, None] = {}
         self.roles: dict[Timeline, Role] = {}
+        self.astray: dict[str, None] = {}
         self.local = _Local()
         self._muted = muted
         self._lock = threading.RLock()
@@ -182,6 +185,15 @@ class Machine:
             for tensor in writes:
                 self.order.write(self._storage(tensor).memory, timeline, where)
 
+    def guarded(self, places: Iterable[torch.device], what: str) -> None:
+        """Note an operation that parplan runs on other devices than the current one.
+
+        CUDA's kernels switch to the device of their tensors by themselves; those of other accelerators need not.
+        """
+        numbers, site = {self.index(place) for place in places if place.type == "cuda"}, _site()
+        if numbers and self.local.device not in numbers and site and site[0] not in _USERS:
+            self.astray[f"{what} on {numbers} while {self.local.device} is current, in {_where()}"] = None
+
     def move(self, tensor: Tensor, place: torch.device, non_blocking: bool) -> Tensor:
         """A copy on another device."""
         with self.paused():
@@ -196,6 +208,7 @@ class Machine:
         The host waits for it unless it is told not to and the host's memory is pinned.
         """
         here, there = self.place(source), self.place(target)
+        self.guarded([here, there], "copy")
         if here == there:
             self.run(self.timeline(here), [source], [target], "copy")
         elif here.type == there.type:

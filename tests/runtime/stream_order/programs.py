@@ -153,6 +153,7 @@ class Outcome:
     left: list[Tensor]
     races: tuple[str, ...]
     edges: tuple[Edge, ...]
+    astray: tuple[str, ...]
 
 
 @cache
@@ -169,7 +170,7 @@ def run(name: str, muted: Edge | None = None) -> Outcome:
             machine.sweep()
     finally:
         gc.enable()
-    return Outcome(found, tuple(str(race) for race in machine.order.races), tuple(machine.edges))
+    return Outcome(found, tuple(str(race) for race in machine.order.races), tuple(machine.edges), tuple(machine.astray))
 
 
 @contextmanager

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from parplan.runtime.execution import dispatch
-from tests.runtime.stream_order.fakes import FakeEvent, FakeStream, fake_functions, installed
+from tests.runtime.stream_order.fakes import (
+    FakeEvent,
+    FakeStream,
+    accelerator_functions,
+    fake_functions,
+    installed,
+)
 from tests.runtime.stream_order.machine import Machine
 
 A, B = "cuda:0", "cuda:1"
@@ -46,6 +52,8 @@ def test_fake_classes_have_the_signatures_of_torchs(fake: type, real: type) -> N
 def test_fake_functions_have_the_signatures_of_torchs() -> None:
     for name, fake in fake_functions(Machine(), FakeStream).items():
         assert parameters(fake) == parameters(getattr(torch.cuda, name)), name
+    for name, fake in accelerator_functions(Machine(), FakeStream).items():
+        assert parameters(fake) == parameters(getattr(torch.accelerator, name)), name
 
 
 def test_tensors_are_where_they_are_put(machine: Machine) -> None:

@@ -20,6 +20,7 @@ from tests.runtime.stream_order.programs import PROGRAMS, plain, run
 def test_programs_are_ordered_and_right(name: str) -> None:
     found = run(name)
     assert found.races == ()
+    assert found.astray == ()
     if PROGRAMS[name].exact:
         for mine, wanted in zip(found.left, plain(name), strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)

@@ -1,9 +1,9 @@
-"""What orders copies and computing on CUDA, checked without a GPU: what is told to whom, and in which order."""
+"""What orders copies and computing on accelerators, checked without one: what is told to whom, and in which order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parplan.accelerators import is_started
 from parplan.layout import Grid, Layout, pieces
 from parplan.lowering.program import Exchange
+from parplan.runtime.execution import dispatch
 from parplan.runtime.execution.dispatch import CallersModes
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.local import LocalTransport
@@ -91,9 +93,10 @@ def test_waiting_for_a_copy_is_not_waiting_for_the_next_one() -> None:
 
 @dataclass
 class FakeStream:
-    """A CUDA stream that notes what it is asked to wait for."""
+    """A stream that notes what it is asked to wait for."""
 
     device: torch.device
+    stream_id: int = 1
     waits: list[object] = field(default_factory=list)
 
     def record_event(self) -> str:
@@ -105,6 +108,8 @@ class FakeStream:
 
 class Recorded:
     """Stands in for a tensor on a GPU."""
+
+    device = CPU
 
     def __init__(self) -> None:
         self.streams: list[object] = []
@@ -122,7 +127,7 @@ class Recorded:
 
 
 def test_a_compute_stream_waits_for_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch, "Stream", FakeStream)
     streams, tensor = Streams([torch.device("cuda:0"), CPU]), Recorded()
     streams.compute_after_copy(0, tensor, streams.copied(0))  # type: ignore[arg-type]
     streams.compute_after_copy(1, tensor, streams.copied(1))  # type: ignore[arg-type]
@@ -132,9 +137,10 @@ def test_a_compute_stream_waits_for_the_mark(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("place", "beside"), [("cuda:0", True), ("cpu", False)])
-def test_the_host_waits_for_what_it_reads(place: str, beside: bool) -> None:
+def test_the_host_waits_for_what_it_reads(place: str, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy to the CPU that nobody waits for is pinned memory without its values yet."""
     tensor = Recorded()
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
     sent(tensor, torch.device(place))  # type: ignore[arg-type]
     assert tensor.moves == [(torch.device(place).type, beside)]
 
@@ -167,7 +173,7 @@ def test_a_buffer_is_written_when_its_value_is_there(monkeypatch: pytest.MonkeyP
 
 
 def test_a_device_thread_works_on_the_callers_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    current = {index: FakeStream(torch.device("cuda", index)) for index in range(2)}
+    current = {index: FakeStream(torch.device("cuda", index), index) for index in range(3)}
     entered: list[object] = []
 
     @contextmanager
@@ -175,10 +181,11 @@ def test_a_device_thread_works_on_the_callers_streams(monkeypatch: pytest.Monkey
         entered.append(one)
         yield
 
-    assert CallersModes.current().streams == () or torch.cuda.is_initialized()
-    fakes = {"is_initialized": lambda: True, "current_device": lambda: 1, "device_count": lambda: 2, "stream": stream}
-    fakes |= {"current_stream": current.__getitem__, "default_stream": lambda device: None}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+    assert CallersModes.current().streams == () or is_started()
+    monkeypatch.setattr(dispatch, "is_started", lambda: True)
+    monkeypatch.setattr(dispatch, "accelerator_count", lambda: 3)
+    monkeypatch.setattr(dispatch, "StreamContext", stream)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_stream", current.__getitem__)
     with CallersModes.current().set():
-        assert entered == [current[0], current[1]]  # the current device comes last
+        assert entered == [current[2], current[1]]  # not the default stream of 0; the current device comes last

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from parplan.garbage import SELDOM, seldom_collected
+from parplan.graph.export.garbage import SELDOM, seldom_collected
 
 
 @pytest.fixture(autouse=True)
