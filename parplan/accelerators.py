@@ -17,7 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "DeviceGenerator", "StreamContext", "accelerator_count", "accelerator_name", "accelerator_type", "as_current",
-    "autocast_types", "default_generator", "generators_in_use", "is_started", "place_of", "reach_each_other",
+    "autocast_types", "default_generator", "generators_in_use", "is_accelerator", "is_started", "place_of", "reach_each_other",
 ]  # fmt: skip
 
 
@@ -39,6 +39,11 @@ def place_of(number: int) -> torch.device:
     """The accelerator of that number, counted around; the CPU where there is none."""
     kind = accelerator_type()
     return torch.device(kind, number % accelerator_count()) if kind is not None else torch.device("cpu")
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether ops on a device are queued on streams: on all but the CPU, and "meta", which has no memory."""
+    return device.type not in ("cpu", "meta")
 
 
 def accelerator_name(device: torch.device) -> str:
@@ -104,7 +109,7 @@ def reach_each_other(one: torch.device, other: torch.device) -> bool:
 
 def as_current(device: torch.device) -> AbstractContextManager[object]:
     """An accelerator as the current device: ops of some types are queued on a stream of that, wherever tensors are."""
-    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+    return torch.accelerator.device_index(device.index) if is_accelerator(device) else nullcontext()
 
 
 class StreamContext:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parplan.accelerators import is_accelerator
 from parplan.graph.local import Marks
 from parplan.lowering.program import Transfer
 from parplan.runtime.transport.base import Transport
@@ -182,7 +183,7 @@ class StepTimeline(Recorder):
             with transport.on(device):
                 return torch.accelerator.current_stream(places[device])
 
-        queued = [device for device, place in places.items() if place.type != "cpu"]
+        queued = [device for device, place in places.items() if is_accelerator(place)]
         self._lanes = {d: _Lane(partial(device_stream, d)) if d in queued else host for d in places}
         self._caller = _Lane(partial(torch.accelerator.current_stream, places[queued[0]])) if queued else host
         self._all = list(dict.fromkeys([self._caller, *self._lanes.values()]))

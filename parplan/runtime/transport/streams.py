@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from parplan.accelerators import StreamContext, as_current
+from parplan.accelerators import StreamContext, as_current, is_accelerator
 
 __all__ = ["Streams", "sent"]
 
@@ -22,8 +22,8 @@ class Streams:
     """One compute and one copy stream per logical device that lives on an accelerator."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._compute = {i: torch.Stream(d) for i, d in enumerate(devices) if d.type != "cpu"}
-        self._copy = {i: torch.Stream(d) for i, d in enumerate(devices) if d.type != "cpu"}
+        self._compute = {i: torch.Stream(d) for i, d in enumerate(devices) if is_accelerator(d)}
+        self._copy = {i: torch.Stream(d) for i, d in enumerate(devices) if is_accelerator(d)}
 
     def computing(self, device: int) -> AbstractContextManager[object]:
         """The context in which `device` computes."""
@@ -47,7 +47,7 @@ class Streams:
 
     def ready_on(self, place: torch.device) -> None:
         """The current stream of `place` waits for those of all devices: autograd takes what a node gives from there."""
-        if place.type != "cpu":
+        if is_accelerator(place):
             current = torch.accelerator.current_stream
             for device in {stream.device for stream in self._compute.values()} - {place}:
                 current(place).wait_stream(current(device))
@@ -70,11 +70,11 @@ class Streams:
 
     def used_here(self, tensor: Tensor) -> None:
         """`tensor` is read by the current stream of its device (that of a copy between devices, too)."""
-        if tensor.device.type != "cpu":
+        if is_accelerator(tensor.device):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def sent(tensor: Tensor, place: torch.device) -> Tensor:
     """`tensor` on `place`; the host waits for copies to its own memory, and from pinned memory, which may change."""
-    with as_current(place if place.type != "cpu" else tensor.device):
-        return tensor.to(place, non_blocking=place.type != "cpu" and not tensor.is_pinned())
+    with as_current(place if is_accelerator(place) else tensor.device):
+        return tensor.to(place, non_blocking=is_accelerator(place) and not tensor.is_pinned())
