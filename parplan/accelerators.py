@@ -17,7 +17,8 @@ from torch import Tensor
 
 __all__ = [
     "DeviceGenerator", "StreamContext", "accelerator_count", "accelerator_name", "accelerator_type", "as_current",
-    "autocast_types", "default_generator", "generators_in_use", "is_accelerator", "is_started", "place_of", "reach_each_other",
+    "autocast_types", "default_generator", "generators_in_use", "is_accelerator", "is_started", "place_of",
+    "reach_each_other",
 ]  # fmt: skip
 
 

@@ -18,19 +18,19 @@ __all__ = ["Reference"]
 
 # About half a millisecond of products and half a millisecond of traffic on one core of a server.
 _SIDE, _ELEMENTS = 256, 1 << 20
-_CUDA_SIDE, _CUDA_ELEMENTS = 2048, 1 << 25
+_WIDE_SIDE, _MANY_ELEMENTS = 2048, 1 << 25
 
 
 class Reference:
     """The reference kernel on one device, ready to be timed.
 
     Args:
-        device: a CPU (one thread of it) or CUDA device.
+        device: a CPU (one thread of it) or an accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        side, elements = (_CUDA_SIDE, _CUDA_ELEMENTS) if device.type != "cpu" else (_SIDE, _ELEMENTS)
+        side, elements = (_WIDE_SIDE, _MANY_ELEMENTS) if device.type != "cpu" else (_SIDE, _ELEMENTS)
         self._factor = torch.ones(side, side, device=device)
         self._source = torch.ones(elements, device=device)
         self._product = torch.empty_like(self._factor)
