@@ -22,6 +22,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+_NOTHING = nullcontext()
+
+
 def accelerator_type() -> str | None:
     """The type of the accelerators that are here, such as "cuda" or "xpu"; None if there are none.
 
@@ -110,7 +113,7 @@ def reach_each_other(one: torch.device, other: torch.device) -> bool:
 
 def as_current(device: torch.device) -> AbstractContextManager[object]:
     """An accelerator as the current device: ops of some types are queued on a stream of that, wherever tensors are."""
-    return torch.accelerator.device_index(device.index) if is_accelerator(device) else nullcontext()
+    return torch.accelerator.device_index(device.index) if is_accelerator(device) else _NOTHING
 
 
 class StreamContext:

@@ -43,7 +43,7 @@ def in_processes(
 
     Args:
         run: can be pickled, and so can what it returns.
-        backend: of the group; with "nccl" each process has the CUDA device of its rank.
+        backend: of the group; with another one than "gloo" each process has the accelerator of its rank.
         timeout_s: how long a rank waits for another one.
         ended: the error's text where a process ended without telling why; `{how}` stands for its signal or exit code.
 

@@ -182,8 +182,14 @@ class Words(nn.Module):
 
 
 class ByTo(Words):
+    place = "cuda:0"
+
     def enter(self, x: Tensor) -> Tensor:
-        return x.to("cuda:0")
+        return x.to(self.place)
+
+
+class ByToOther(ByTo):
+    place = "xpu:0"
 
 
 class ByCuda(Words):
@@ -202,7 +208,7 @@ UNCHECKED = pytest.mark.filterwarnings(
 
 
 @UNCHECKED
-@pytest.mark.parametrize("kind", [Words, ByTo, ByCuda])
+@pytest.mark.parametrize("kind", [Words, ByTo, ByToOther, ByCuda])
 def test_an_embedding_on_one_device_and_the_rest_on_another(kind: Callable[[], Words]) -> None:
     plain = kind().double()
     model = compiled(plain, SPLIT, 2)

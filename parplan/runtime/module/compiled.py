@@ -66,8 +66,8 @@ class Compiled(Wrapped):
     Args:
         module: the model; its parameters and buffers stay its own.
         planner: makes a plan from a captured graph; asked once, with the training graph.
-        devices: where each logical device lives. None: under a process group one device per process, else all CUDA
-            devices, else the CPU.
+        devices: where each logical device lives. None: under a process group one device per process, else all
+            accelerators, else the CPU.
         output_device: where results go in one process; default: where logical device 0 lives.
         dim: the dimension along which inputs carry samples.
         batch_norm: "global" statistics over the whole batch, or "local" ones per replica.
