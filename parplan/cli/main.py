@@ -319,6 +319,29 @@ def _verify(options: argparse.Namespace) -> int:
     return DONE if found.passed else DIFFERS
 
 
+def _export(options: argparse.Namespace) -> int:
+    from parplan.report.progress import Progress
+
+    _check_outputs(("--out", options.out))
+    plan = Plan.load(options.plan)
+    with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
+        progress.phase("load")
+        from parplan.export.torch_program import torch_program
+        from parplan.graph.capture.capture import capture
+
+        named = TargetOptions(**chosen(TargetOptions, options))
+        target = replace(named, batch=named.batch or plan.batch).load(meta=True)
+        progress.phase("capture")
+        program = torch_program(capture(target.module, target.args, target.kwargs), plan, target.module)
+    if options.out is None:
+        _write(program.text())
+        return DONE
+    write_files({options.out: program.text()})
+    left = "; ".join(program.otherwise)
+    _write(f"Program written to {options.out}.{f' Otherwise than in the plan: {left}.' if left else ''}\n")
+    return DONE
+
+
 def _profile(options: argparse.Namespace) -> int:
     from parplan.cli.profile import run
 
@@ -387,6 +410,7 @@ def _completion(options: argparse.Namespace) -> int:
 _COMMANDS = {
     "analyze": _analyze,
     "verify": _verify,
+    "export": _export,
     "profile": _profile,
     "run-report": _run_report,
     "diff": _diff,

@@ -48,6 +48,7 @@ checks its numbers, and measures what it costs.
   parplan verify model.py --plan plan.json            the plain model's numbers?
   parplan profile model.py --devices 2                measure what plans cost
   parplan run-report model.py --devices 2             predicted and measured
+  parplan export model.py --plan plan.json            the plan in torch alone
   parplan explain report.json LAYER                   why this strategy
   parplan diff old.json new.json                      two plans or reports"""
 
@@ -78,6 +79,17 @@ examples:
   parplan verify model.py --plan plan.json    a plan of yours
 A few of the example samples are run (two for every replica, more where a batch
 norm would see few values), or --batch of them."""
+
+
+EXPORT = f"""\
+Writes a plan as a short PyTorch program that needs no parplan: device mesh,
+tensor-parallel modules, fully_shard or DDP, checkpoints, micro-batches. What
+these cannot say runs otherwise in it, and is listed in it by layer.
+{TARGETS}
+
+example:
+  parplan export model.py --plan plan.json --to torch --out parallel.py
+  # in the training script: mesh, model = parallel.parallelize(model)"""
 
 
 DIFF = f"""\
@@ -288,27 +300,31 @@ def completion(shell: str) -> str:
     return script
 
 
+_HELPS = {
+    "analyze": ("find, prove and explain a plan", ANALYZE),
+    "verify": ("compare a plan's numbers", VERIFY),
+    "export": ("write a plan as a PyTorch program", EXPORT),
+    "diff": ("compare two plans or reports", DIFF),
+    "explain": ("say why a layer has its strategy", EXPLAIN),
+    "presets": ("list devices and links known by name", PRESETS),
+    "profile": ("measure what plans cost here", PROFILE),
+    "run-report": ("run a plan and look back", RUN_REPORT),
+    "doctor": ("say what this machine has", DOCTOR),
+    "completion": ("print what completes commands and options in a shell", COMPLETION),
+}
+"""By command: its line in the list of commands, and its own text."""
+
+
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     """The parser, and those of its commands by name."""
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = _Parser(prog="parplan", description=OVERVIEW, **style)
     parser.add_argument("--version", action="version", version=f"parplan {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    helps = {
-        "analyze": ("find, prove and explain a plan", ANALYZE),
-        "verify": ("compare a plan's numbers", VERIFY),
-        "diff": ("compare two plans or reports", DIFF),
-        "explain": ("say why a layer has its strategy", EXPLAIN),
-        "presets": ("list devices and links known by name", PRESETS),
-        "profile": ("measure what plans cost here", PROFILE),
-        "run-report": ("run a plan and look back", RUN_REPORT),
-        "doctor": ("say what this machine has", DOCTOR),
-        "completion": ("print what completes commands and options in a shell", COMPLETION),
-    }
     found: dict[str, _Parser] = {
-        name: commands.add_parser(name, help=line, description=text, **style) for name, (line, text) in helps.items()
+        name: commands.add_parser(name, help=line, description=text, **style) for name, (line, text) in _HELPS.items()
     }
-    analyze, verify, diff, explain, presets, profile, run, doctor, shell = found.values()
+    analyze, verify, export, diff, explain, presets, profile, run, doctor, shell = found.values()
     shell.add_argument("shell", choices=SHELLS, help="the shell")
     diff.add_argument("first", metavar="A", help="a plan or a report, as JSON")
     diff.add_argument("second", metavar="B", help="another one")
@@ -358,6 +374,11 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     verify.add_argument("--pins", **pins_file)
     verify.add_argument("--devices", type=device_count, metavar="N", help=DEVICES)
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (default: 0)")
+
+    _add_target(export)
+    export.add_argument("--plan", required=True, help="the plan that `parplan analyze --out` wrote", **FILE)
+    export.add_argument("--to", choices=("torch",), default="torch", help="PyTorch's own parallelism (the default)")
+    export.add_argument("--out", help="the program; else it is printed", **FILE)
 
     _add_target(run)
     add_options(run, RunOptions)

@@ -255,7 +255,7 @@ USAGE = [
     ("", "say what to do, such as parplan analyze TARGET; commands are "),
     (
         "xyz net.py",
-        "xyz is no command; commands are analyze, verify, diff, explain, presets, profile, run-report, doctor, "
+        "xyz is no command; commands are analyze, verify, export, diff, explain, presets, profile, run-report, doctor, "
         "completion",
     ),
     ("anlyze net.py", "anlyze is no command; did you mean analyze? (see `parplan --help`)"),

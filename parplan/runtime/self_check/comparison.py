@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parplan.runtime.transport.streams import sent
+
 __all__ = ["GroupDifference", "compare_group", "largest_of", "projected", "projection_weights", "relative_difference"]
 
 
@@ -125,7 +127,7 @@ def size_of(tensor: Tensor) -> float:
 
 def _exact(tensor: Tensor) -> Tensor:
     """In float64; on the host where the tensor's device may not compute in that."""
-    known = tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()
+    known = tensor if tensor.device.type in ("cpu", "cuda") else sent(tensor, torch.device("cpu"))
     return known if known.is_complex() else known.double()
 
 

@@ -1,0 +1,1 @@
+"""Plans taken away: as programs for other tools."""
