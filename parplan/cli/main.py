@@ -332,7 +332,8 @@ def _export(options: argparse.Namespace) -> int:
         named = TargetOptions(**chosen(TargetOptions, options))
         target = replace(named, batch=named.batch or plan.batch).load(meta=True)
         progress.phase("capture")
-        program = torch_program(capture(target.module, target.args, target.kwargs), plan, target.module)
+        graph = capture(target.module, target.args, target.kwargs)
+        program = torch_program(graph, plan, target.module, target.args, target.kwargs)
     if options.out is None:
         _write(program.text())
         return DONE

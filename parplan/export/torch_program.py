@@ -6,207 +6,37 @@ layer.
 
 from __future__ import annotations
 
-import json
-import textwrap
+import copy
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
-from parplan.errors import PlanError
-from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.errors import ParplanError, PlanError
+from parplan.export.program_text import TorchProgram
+from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.graph.repeated import gather_groups
 from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Scheme, Strategy
 from parplan.planner.search_space.verifier import check
 
-__all__ = ["TorchProgram", "torch_program"]
+__all__ = ["torch_program"]
 
 _STYLES = {"out-features": "ColwiseParallel", "in-features": "RowwiseParallel"}
-_LINE = 100
 _MOST_NAMED = 6
 
 
-@dataclass(frozen=True)
-class TorchProgram:
-    """The parts of a program that applies a plan.
-
-    Args:
-        model: the model's name, and `devices` how many the plan has.
-        tensor: devices that share the work on the same samples; the others are copies of them.
-        styles: the tensor parallelism of modules, as Python code, by path.
-        slices: groups of modules whose weights are gathered from slices together, and whether these are freed behind
-            the forward.
-        replayed: modules whose activations are computed again.
-        micro_batches: parts of a batch that go forward and backward one after another.
-        statistics: batch norms take statistics of all samples.
-        otherwise: what runs otherwise than in the plan, in sentences.
-    """
-
-    model: str
-    devices: int
-    tensor: int
-    styles: Mapping[str, str]
-    slices: Sequence[tuple[tuple[str, ...], bool]]
-    replayed: Sequence[str]
-    micro_batches: int
-    statistics: bool
-    otherwise: Sequence[str]
-
-    @property
-    def data(self) -> int:
-        """Copies of the model, on samples of their own."""
-        return self.devices // self.tensor
-
-    @property
-    def sharded(self) -> bool:
-        """Whether `fully_shard` holds the weights: those of `slices`, or all as DDP takes no tensor-parallel ones."""
-        return bool(self.slices) or (self.tensor > 1 and self.data > 1)
-
-    def text(self) -> str:
-        """The program."""
-        return "\n".join([*self._head(), *self._imports(), *self._parallelize(), *self._train_step()]) + "\n"
-
-    def _head(self) -> list[str]:
-        copies = f"{self.data} {'copies' if self.data > 1 else 'copy'} of the model"
-        if self.tensor > 1:
-            copies += f", each on {self.tensor} devices whose ranks start from one seed and take the same samples"
-        lines = [
-            f'"""The plan of parplan for {self.model} on {self.devices} devices, with PyTorch alone.',
-            "",
-            *textwrap.wrap(
-                f"Run it with `torchrun --nproc-per-node {self.devices}` in {self.devices} processes: "
-                f"`mesh, model = parallelize(model)` before the optimizer is made. {copies}. A process takes part "
-                f"mesh['data'].get_local_rank() of {self.data} of the samples.",
-                _LINE,
-            ),
-        ]
-        if self.otherwise:
-            lines += ["", "Otherwise than in the plan:"]
-            for sentence in self.otherwise:
-                lines += textwrap.wrap(sentence, _LINE, initial_indent="- ", subsequent_indent="  ")
-        return [*lines, '"""', ""]
-
-    def _imports(self) -> list[str]:
-        lines = ["import contextlib"] * (self.micro_batches > 1 and self.data > 1 and not self.sharded)
-        lines += ["import os", "", "import torch", "from torch import nn"]
-        lines.append("from torch.distributed.device_mesh import DeviceMesh, init_device_mesh")
-        if self.sharded:
-            lines.append("from torch.distributed.fsdp import fully_shard")
-        if self.styles:
-            names = sorted({style.partition("(")[0] for style in self.styles.values()})
-            lines.append(f"from torch.distributed.tensor.parallel import {', '.join(names)}, parallelize_module")
-        if any("Replicate" in style or "Shard" in style for style in self.styles.values()):
-            lines.append("from torch.distributed.tensor import Replicate")
-        if not self.sharded and self.data > 1:
-            lines.append("from torch.nn.parallel import DistributedDataParallel")
-        if self.replayed:
-            lines.append("from torch.utils.checkpoint import checkpoint")
-        return lines
-
-    def _parallelize(self) -> list[str]:
-        shape = f"({self.data}, {self.tensor})"
-        lines = [
-            "", "",
-            "def parallelize(model: nn.Module) -> tuple[DeviceMesh, nn.Module]:",
-            '    """The devices, and the model as the plan runs it."""',
-            '    kind = "cpu"',
-            "    if torch.accelerator.is_available():",
-            "        kind = torch.accelerator.current_accelerator().type",
-            '        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))',
-            f'    mesh = init_device_mesh(kind, {shape}, mesh_dim_names=("data", "tensor"))',
-            "    model = model.to(kind)",
-        ]  # fmt: skip
-        if self.statistics:
-            lines += [
-                '    if kind == "cpu":',
-                '        print("torch has no synchronized batch norm for CPUs: statistics are each copy\'s own")',
-                "    else:",
-                "        model = nn.SyncBatchNorm.convert_sync_batchnorm(model, mesh[\"data\"].get_group())",
-            ]  # fmt: skip
-        if self.replayed:
-            lines += ["    for name in (", *_listed(map(_code, self.replayed), 8), "    ):"]
-            lines += ["        recompute(model.get_submodule(name))"]
-        if self.styles:
-            lines += [
-                "    styles = {",
-                *(f"        {_code(name)}: {style}," for name, style in self.styles.items()),
-                "    }",
-            ]
-            lines += ['    model = parallelize_module(model, mesh["tensor"], styles)']
-        lines += self._spread()
-        lines.append("    return mesh, model")
-        if self.replayed:
-            lines += [
-                "", "",
-                "def recompute(module: nn.Module) -> None:",
-                '    """Compute what the backward needs of a module again instead of keeping it."""',
-                "    forward = module.forward",
-                "",
-                "    def again(*args, **kwargs):",
-                "        return checkpoint(forward, *args, use_reentrant=False, **kwargs)",
-                "",
-                "    module.forward = again",
-            ]  # fmt: skip
-        return lines
-
-    def _spread(self) -> list[str]:
-        """Copies of the model: in slices, or whole."""
-        if not self.sharded:
-            return ['    model = DistributedDataParallel(model, process_group=mesh["data"].get_group())'] * (
-                self.data > 1
-            )
-        lines = list[str]()
-        for freed in dict.fromkeys(freed for _, freed in self.slices):
-            groups = [_code(names) for names, own in self.slices if own == freed]
-            lines += ["    for names in (", *_listed(groups, 8), "    ):"]
-            lines += ["        together = [model.get_submodule(name) for name in names]"]
-            lines += [f'        fully_shard(together, mesh=mesh["data"], reshard_after_forward={freed})']
-        return [*lines, '    fully_shard(model, mesh=mesh["data"], reshard_after_forward=False)']
-
-    def _train_step(self) -> list[str]:
-        if self.micro_batches == 1:
-            return []
-        backward = ["loss = loss_fn(model(own), wanted) / MICRO_BATCHES", "loss.backward()"]
-        if self.sharded:
-            backward = ["model.set_requires_gradient_sync(number == MICRO_BATCHES)", *backward]
-        elif self.data > 1:
-            waits = "with contextlib.nullcontext() if number == MICRO_BATCHES else model.no_sync():"
-            backward = [waits, *(f"    {line}" for line in backward)]
-        return [
-            "", "",
-            f"MICRO_BATCHES = {self.micro_batches}",
-            "", "",
-            "def train_step(model: nn.Module, loss_fn, optimizer, inputs: torch.Tensor, targets: torch.Tensor):",
-            '    """A step in equal micro-batches; loss_fn is a mean over samples. The mean loss of this copy."""',
-            "    optimizer.zero_grad()",
-            "    total = 0.0",
-            "    parts = zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True)",
-            "    for number, (own, wanted) in enumerate(parts, 1):",
-            *(f"        {line}" for line in backward),
-            "        total += loss.detach()",
-            "    optimizer.step()",
-            "    return total",
-        ]  # fmt: skip
-
-
-def _code(names: str | tuple[str, ...]) -> str:
-    """A name, or a tuple of names, as Python code."""
-    if isinstance(names, str):
-        return json.dumps(names)
-    return f"({', '.join(map(json.dumps, names))}{',' * (len(names) == 1)})"
-
-
-def _listed(words: Iterable[str], indent: int) -> list[str]:
-    return [f"{' ' * indent}{word}," for word in words]
-
-
-def torch_program(graph: LayerGraph, plan: Plan, module: nn.Module) -> TorchProgram:
+def torch_program(
+    graph: LayerGraph, plan: Plan, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> TorchProgram:
     """The program of a plan.
 
     Args:
         module: the captured model, whose modules the program names.
+        args, kwargs: that it was captured with.
 
     Raises:
         ParplanError: the plan is for another model or breaks a rule, or has pipeline stages.
@@ -217,14 +47,14 @@ def torch_program(graph: LayerGraph, plan: Plan, module: nn.Module) -> TorchProg
             f"the plan has pipeline stages (schedule {plan.schedule}), whose program would be another training loop; "
             "export a plan without them (parplan analyze --stages 1)"
         )
-    return _Translation(graph, plan, module).program()
+    return _Translation(graph, plan, module, (args, kwargs)).program()
 
 
 class _Translation:
     """The search for what torch has for each layer's strategy."""
 
-    def __init__(self, graph: LayerGraph, plan: Plan, module: nn.Module) -> None:
-        self._graph, self._plan, self._module = graph, plan, module
+    def __init__(self, graph: LayerGraph, plan: Plan, module: nn.Module, inputs: tuple[Any, Any]) -> None:
+        self._graph, self._plan, self._module, self._inputs = graph, plan, module, inputs
         self._paths = {name for name, _ in module.named_modules()}
         self._otherwise: dict[str, list[str]] = {}  # layers, by what is said of them
         # By work: where most of it is on copies, two large layers in shards are better whole in each.
@@ -269,8 +99,8 @@ class _Translation:
         return style if plain and whole and all(len(self._graph.users[p]) == 1 for p in layer.parameters) else None
 
     def _styles(self) -> dict[str, str]:
-        """The code of each cut module's style: whole tensors in and out, but where elementwise ops alone join two."""
-        kept, found = self._kept_cut(), dict[str, str]()
+        """The code of each cut module's style: whole tensors in and out, but where parts go from one to the next."""
+        kept, found = self._kept_cut, dict[str, str]()
         for name, layer in self._cut.items():
             style = _STYLES[self._plan.layers[name].axis or ""]
             if style == "ColwiseParallel":
@@ -280,44 +110,104 @@ class _Translation:
             found[name] = f"{style}({options})"
         return found
 
-    def _kept_cut(self) -> set[str]:
-        """Values of which every device of a copy has a part, from one cut module to the next."""
-        graph, columns = self._graph, set[str]()
-        readers: dict[str, list[Layer]] = defaultdict(list)
+    @cached_property
+    def _kept_cut(self) -> Set[str]:
+        """Values of which every device of a copy has a part, from one cut module to the next.
+
+        The layers between run the module's own code on parts of what they are written for. It is run once with modules
+        that are as small as the parts: a layer with other sizes than the plan's parts gets whole tensors instead.
+        """
+        between = {name for name, layer in self._graph.layers.items() if self._may_keep(layer)}
+        while found := self._parts_between(between):
+            try:
+                small = self._captured_small(found)
+            except ParplanError:  # the code asks for whole sizes somewhere; elementwise ops do not
+                other = {name for name in between if not _is_elementwise(self._graph.layers[name])}
+            else:
+                other = {name for name in between if not self._is_as_planned(self._graph.layers[name], small, found)}
+            if not between & other:
+                return found
+            between -= other
+        return set()
+
+    def _axis_of(self, name: str) -> Axis | None:
+        return self._graph.layers[name].axis(self._plan.layers[name].axis)
+
+    def _may_keep(self, layer: Layer) -> bool:
+        """Whether the plan has a layer without weights on parts of its inputs, which are all cut alike."""
+        own, axis = self._plan.layers[layer.name], self._axis_of(layer.name)
+        if axis is None or not own.shards == self._tensor > 1 or layer.parameters or axis.partial or axis.repeats:
+            return False
+        made = [node.name for node in layer.nodes if node.op == "call_function" and not node.all_input_nodes]
+        packed = any(sections.over(own.shards) is not None for sections in axis.sections.values())
+        return not packed and set(layer.outputs) <= axis.dims.keys() and axis.dims.keys().isdisjoint(made)
+
+    def _parts_between(self, between: Set[str]) -> set[str]:
+        """The values that stay in parts if these layers take them."""
+        graph = self._graph
+        readers: dict[str, list[str]] = defaultdict(list)
         for layer in graph.layers.values():
             for value in layer.inputs:
-                readers[value].append(layer)
-        for name, layer in self._cut.items():
-            columns |= set(layer.outputs) if self._plan.layers[name].axis == "out-features" else set()
-        elementwise = {name for name, layer in graph.layers.items() if self._is_elementwise(layer)}
-        found = columns | {value for name in elementwise for value in graph.layers[name].outputs}
+                readers[value].append(layer.name)
+        columns = {name for name in self._cut if self._plan.layers[name].axis == "out-features"}
+        found = {value for name in columns | between for value in graph.layers[name].outputs}
+
+        def takes_parts(name: str) -> bool:
+            axis, layer = self._axis_of(name), graph.layers[name]
+            assert axis is not None
+            cut = {value for value in layer.inputs if value in axis.dims}
+            return bool(cut) and cut <= found and found.isdisjoint({*layer.inputs} - cut)
 
         def stays(value: str) -> bool:
-            maker = graph.layers[graph.producer[value]]
-            if value in graph.results or (value not in columns and not set(maker.inputs) <= found):
+            maker, own = graph.producer[value], self._axis_of(graph.producer[value])
+            if value in graph.results or own is None or not (maker in columns or takes_parts(maker)):
                 return False
-            return all(
-                (layer.name in self._cut and self._plan.layers[layer.name].axis == "in-features")
-                or (layer.name in elementwise and {*layer.inputs, *layer.outputs} <= found)
-                for layer in readers[value]
-            )
+            for name in readers[value]:
+                axis = self._axis_of(name)
+                if axis is None or axis.dims.get(value) != own.dims[value]:
+                    return False
+                if name in columns or not (name in self._cut or (name in between and takes_parts(name))):
+                    return False
+            return bool(readers[value])
 
         while gone := {value for value in found if not stays(value)}:
             found -= gone
         return found
 
-    def _is_elementwise(self, layer: Layer) -> bool:
-        """Whether a layer computes on parts of its inputs as on the whole: elementwise ops of nothing else, in the plan
-        cut as its inputs are."""
-        own = self._plan.layers[layer.name]
-        axis = layer.axis(own.axis)
-        last = all(
-            axis is not None and axis.dims.get(value) == len(self._graph.values[value].shape) - 1
-            for value in (*layer.inputs, *layer.outputs)
-        )
-        ops = (node.target for node in layer.nodes if node.op == "call_function")
-        pointwise = all(torch.Tag.pointwise in getattr(op, "tags", ()) for op in ops)
-        return own.shards == self._tensor > 1 and last and pointwise and not layer.parameters and not layer.buffers
+    def _captured_small(self, parts: Set[str]) -> LayerGraph:
+        """The graph of the model with modules that give and take parts as small as those.
+
+        Raises:
+            ParplanError: its code does not run with them.
+        """
+        small = copy.deepcopy(self._module)
+        for name, layer in self._cut.items():
+            linear = small.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            inside, outside = linear.in_features, linear.out_features
+            if parts.isdisjoint({*layer.inputs, *layer.outputs}):
+                continue
+            if self._plan.layers[name].axis == "out-features":
+                outside //= self._tensor
+            else:
+                inside //= self._tensor
+            weight = linear.weight
+            own = nn.Linear(inside, outside, linear.bias is not None, device=weight.device, dtype=weight.dtype)
+            small.set_submodule(name, own)
+        return capture(small, *self._inputs)
+
+    def _is_as_planned(self, layer: Layer, small: LayerGraph, parts: Set[str]) -> bool:
+        """Whether a layer that is given parts has those of the plan inside."""
+        axis = self._axis_of(layer.name)
+        if axis is None or not set(layer.outputs) <= parts:
+            return True  # it has whole tensors
+        for name in (node.name for node in layer.nodes if node.name in self._graph.values):
+            shape = list(self._graph.values[name].shape)
+            if name in axis.dims:
+                shape[axis.dims[name]] //= self._tensor
+            if name not in small.values or list(small.values[name].shape) != shape:
+                return False
+        return True
 
     def _slices(self) -> list[tuple[tuple[str, ...], bool]]:
         """Modules whose weights the plan keeps in slices, by gather group."""
@@ -363,10 +253,11 @@ class _Translation:
         return found
 
     def _note_the_others(self) -> None:
-        """Say of layers with weights, and of those whose updates differ, what torch has nothing for."""
+        """Say of which layers torch has nothing for the plan's shards, replicas or updates."""
+        kept = self._kept_cut
         for name, layer in self._graph.layers.items():
             own = self._plan.layers[name]
-            if not layer.parameters or name in self._cut:
+            if name in self._cut or set(layer.outputs) <= kept or not (layer.parameters or own.shards > 1):
                 continue
             if own.shards > 1:
                 self._say(f"{own.shards} shards of {own.axis} in the plan, here whole in every process", name)
@@ -376,6 +267,12 @@ class _Translation:
                 self._say("samples over all devices in the plan, here those of a copy compute alike", name)
             if own.update_period is not None:
                 self._say(f"updated every {own.update_period} passes in the plan, here once per step", name)
+
+
+def _is_elementwise(layer: Layer) -> bool:
+    """Whether a layer has elementwise ops alone, which compute on parts as on the whole."""
+    ops = (node.target for node in layer.nodes if node.op == "call_function")
+    return all(torch.Tag.pointwise in getattr(op, "tags", ()) for op in ops)
 
 
 def _products(graph: LayerGraph, layer: Layer) -> int:

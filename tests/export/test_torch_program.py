@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from examples import alexnet, gpt2, resnet50
 from parplan.errors import PlanError
-from parplan.export.torch_program import TorchProgram, torch_program
+from parplan.export.program_text import TorchProgram
+from parplan.export.torch_program import torch_program
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Plan, Strategy
@@ -41,6 +42,46 @@ def convnet() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return resnet50.small()
 
 
+class Heads(nn.Module):
+    """Attention with rotated queries and keys, of which a head's width is fixed, or how many heads there are."""
+
+    angles: Tensor
+
+    def __init__(self, counted: bool = False) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.shape = (4, -1) if counted else (-1, 4)
+        self.register_buffer("angles", torch.linspace(0, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one(x).unflatten(-1, self.shape).transpose(1, 2) for one in (self.query, self.key, self.value))
+        q, k = (one * self.angles.cos() + one.flip(-1) * self.angles.sin() for one in (q, k))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = x + self.out(seen.transpose(1, 2).flatten(2))
+        return result
+
+
+def attention(counted: bool = False) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return nn.Sequential(Heads(counted), nn.LayerNorm(16)), (torch.randn(4, 6, 16),)
+
+
+def by_heads(tensor: int) -> Callable[[LayerGraph], Plan]:
+    """Attention over `tensor` of four devices by heads, with the linear layers around it."""
+
+    def plan(graph: LayerGraph) -> Plan:
+        everyone, found = (0, 1, 2, 3), dict[str, Strategy]()
+        for name, layer in graph.layers.items():
+            wanted = {"linear": "in-features" if name.endswith("out") else "out-features"}.get(layer.kind, "heads")
+            known = layer.axis(wanted) is not None
+            found[name] = Strategy(4 // tensor, tensor, wanted, everyone) if known else Strategy(4, 1, None, everyone)
+            if not known and layer.batch is None:
+                found[name] = Strategy()
+        return Plan(graph.model, graph.fingerprint, graph.batch or 1, 4, found)
+
+    return plan
+
+
 def cut(tensor: int) -> Callable[[LayerGraph], Plan]:
     """Pairs of linear layers, and what is between them, over `tensor` devices; all else on each copy's."""
 
@@ -64,6 +105,19 @@ def cut(tensor: int) -> Callable[[LayerGraph], Plan]:
     return plan
 
 
+def in_slices(planned: Callable[[LayerGraph], Plan]) -> Callable[[LayerGraph], Plan]:
+    """The same plan with weights of all layers with replicas in slices."""
+
+    def plan(graph: LayerGraph) -> Plan:
+        found = planned(graph)
+        layers = {
+            n: replace(own, state="gathered" if own.replicas > 1 else own.state) for n, own in found.layers.items()
+        }
+        return replace(found, layers=layers)
+
+    return plan
+
+
 def with_state(state: str, saved: str, micro_batches: int) -> Callable[[LayerGraph], Plan]:
     def plan(graph: LayerGraph) -> Plan:
         found = planner(spread(2, "data"), 2, micro_batches=micro_batches)(graph)
@@ -82,6 +136,10 @@ CASES: dict[str, tuple[Made, Callable[[LayerGraph], Plan]]] = {
     "columns and rows in two copies": (perceptron, cut(2)),
     "a decoder in copies": (decoder, planner(spread(2, "data"), 2)),
     "a decoder in columns and rows": (decoder, cut(2)),
+    "heads": (attention, by_heads(4)),
+    "heads in two copies": (attention, by_heads(2)),
+    "counted heads": (partial(attention, True), by_heads(4)),
+    "a decoder in columns, rows and slices": (decoder, in_slices(cut(2))),
     "a decoder in slices": (decoder, with_state("gathered", "replay", 2)),
     "a decoder in slices for a step": (decoder, with_state("sharded", "keep", 1)),
     "a convnet in slices": (convnet, with_state("gathered", "keep", 1)),
@@ -94,7 +152,7 @@ def program_of(name: str) -> tuple[str, int]:
     module, args = made()
     graph = capture(module, args)
     plan = planned(graph)
-    return torch_program(graph, plan, module).text(), plan.devices
+    return torch_program(graph, plan, module, args).text(), plan.devices
 
 
 def train(text: str, made: Made, rank: int, ranks: int) -> dict[str, Tensor]:
@@ -128,6 +186,7 @@ def train(text: str, made: Made, rank: int, ranks: int) -> dict[str, Tensor]:
     return {**state, "losses": torch.stack(losses)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_weights_are_the_plain_models(name: str) -> None:
     text, devices = program_of(name)
@@ -153,7 +212,7 @@ def test_losses_and_weights_are_the_plain_models(name: str) -> None:
 
 def said(module: nn.Module, args: tuple[Tensor, ...], planned: Callable[[LayerGraph], Plan]) -> TorchProgram:
     graph = capture(module, args)
-    return torch_program(graph, planned(graph), module)
+    return torch_program(graph, planned(graph), module, args)
 
 
 def test_elementwise_ops_alone_keep_parts_between_two_cut_modules() -> None:
@@ -166,6 +225,17 @@ def test_elementwise_ops_alone_keep_parts_between_two_cut_modules() -> None:
         "0": "ColwiseParallel(output_layouts=Replicate())",
         "2": "RowwiseParallel(input_layouts=Replicate())",
     }
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_attention_keeps_parts_where_its_code_has_the_plans_heads(counted: bool) -> None:
+    """Code that says how many heads there are makes four narrow heads of one wide one."""
+    found = said(*attention(counted), by_heads(4))
+    assert found.styles["0.query"] == (
+        "ColwiseParallel(output_layouts=Replicate())" if counted else "ColwiseParallel()"
+    )
+    assert found.styles["0.out"] == ("RowwiseParallel(input_layouts=Replicate())" if counted else "RowwiseParallel()")
+    assert any("4 shards of heads in the plan, here whole" in sentence for sentence in found.otherwise) is counted
 
 
 def test_packed_weights_are_left_whole_and_named() -> None:
@@ -187,4 +257,4 @@ def test_stages_are_refused() -> None:
     graph = capture(module, args)
     plan = replace(planner(spread(2, "data"), 2)(graph), micro_batches=2, schedule="1f1b")
     with pytest.raises(PlanError, match=r"pipeline stages .* --stages 1"):
-        torch_program(graph, plan, module)
+        torch_program(graph, plan, module, args)
