@@ -156,7 +156,7 @@ class _Translation:
             axis, layer = self._axis_of(name), graph.layers[name]
             assert axis is not None
             cut = {value for value in layer.inputs if value in axis.dims}
-            return bool(cut) and cut <= found and found.isdisjoint({*layer.inputs} - cut)
+            return bool(cut) and {*cut, *layer.outputs} <= found and found.isdisjoint({*layer.inputs} - cut)
 
         def stays(value: str) -> bool:
             maker, own = graph.producer[value], self._axis_of(graph.producer[value])

@@ -105,6 +105,20 @@ def cut(tensor: int) -> Callable[[LayerGraph], Plan]:
     return plan
 
 
+def columns(graph: LayerGraph) -> Plan:
+    """Every layer over four devices by what it gives."""
+    chosen = {
+        name: Strategy(1, 4, "out-features" if layer.kind == "linear" else "features", (0, 1, 2, 3))
+        for name, layer in graph.layers.items()
+    }
+    return Plan(graph.model, graph.fingerprint, graph.batch or 1, 4, chosen)
+
+
+def deep() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), (torch.randn(8, 6),)
+
+
 def in_slices(planned: Callable[[LayerGraph], Plan]) -> Callable[[LayerGraph], Plan]:
     """The same plan with weights of all layers with replicas in slices."""
 
@@ -136,6 +150,7 @@ CASES: dict[str, tuple[Made, Callable[[LayerGraph], Plan]]] = {
     "columns and rows in two copies": (perceptron, cut(2)),
     "a decoder in copies": (decoder, planner(spread(2, "data"), 2)),
     "a decoder in columns and rows": (decoder, cut(2)),
+    "columns alone": (deep, columns),
     "heads": (attention, by_heads(4)),
     "heads in two copies": (attention, by_heads(2)),
     "counted heads": (partial(attention, True), by_heads(4)),
@@ -219,6 +234,9 @@ def test_elementwise_ops_alone_keep_parts_between_two_cut_modules() -> None:
     """A result that the caller sees, or that a norm reads, is put together first."""
     styles = said(*perceptron(), cut(2)).styles
     assert styles == {"0": "ColwiseParallel()", "2": "RowwiseParallel()"}
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    styles = said(net, (torch.randn(8, 6),), columns).styles
+    assert set(styles.values()) == {"ColwiseParallel(output_layouts=Replicate())"}
     net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8))
     styles = said(net, (torch.randn(8, 6),), cut(2)).styles
     assert styles == {
