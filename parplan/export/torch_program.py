@@ -121,12 +121,13 @@ class _Translation:
         while found := self._parts_between(between):
             try:
                 small = self._captured_small(found)
-            except ParplanError:  # the code asks for whole sizes somewhere; elementwise ops do not
-                other = {name for name in between if not _is_elementwise(self._graph.layers[name])}
-            else:
                 other = {name for name in between if not self._is_as_planned(self._graph.layers[name], small, found)}
-            if not between & other:
-                return found
+                if not other:
+                    return found
+            except ParplanError:  # the code asks for whole sizes somewhere; elementwise ops do not
+                if not between:
+                    return set()
+                other = {name for name in between if not _is_elementwise(self._graph.layers[name])} or between
             between -= other
         return set()
 
