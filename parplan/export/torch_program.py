@@ -55,18 +55,18 @@ class _Translation:
 
     def __init__(self, graph: LayerGraph, plan: Plan, module: nn.Module, inputs: tuple[Any, Any]) -> None:
         self._graph, self._plan, self._module, self._inputs = graph, plan, module, inputs
-        self._paths = {name for name, _ in module.named_modules()}
+        self._paths = dict.fromkeys(name for name, _ in module.named_modules())
         self._otherwise: dict[str, list[str]] = {}  # layers, by what is said of them
         # By work: where most of it is on copies, two large layers in shards are better whole in each.
         work: Counter[int] = Counter()
+        styled = {name for name, own in plan.layers.items() if self._has_style(graph.layers[name], own)}
         for name, own in plan.layers.items():
-            layer = graph.layers[name]
-            work[own.shards if self._style_of(layer, own) else 1] += _products(graph, layer)
+            work[own.shards if name in styled else 1] += _products(graph, graph.layers[name])
         self._tensor = max(work, key=lambda shards: (work[shards], shards), default=1)
         self._cut = {
             name: graph.layers[name]
             for name, own in plan.layers.items()
-            if own.shards == self._tensor > 1 and self._style_of(graph.layers[name], own)
+            if name in styled and own.shards == self._tensor
         }
 
     def program(self) -> TorchProgram:
@@ -88,15 +88,14 @@ class _Translation:
     def _say(self, what: str, *layers: str) -> None:
         self._otherwise.setdefault(what, []).extend(layers)
 
-    def _style_of(self, layer: Layer, own: Strategy) -> str | None:
-        """The style of a linear layer of its own weights that is cut over all devices of each copy; None of others."""
-        style = _STYLES.get(own.axis or "") if own.shards > 1 else None
-        if style is None or own.shards * own.replicas != self._plan.devices or layer.kind != "linear":
-            return None
+    def _has_style(self, layer: Layer, own: Strategy) -> bool:
+        """Whether torch has a style for a layer: a linear one of its own weights, cut over all devices of each copy."""
+        if own.shards == 1 or own.axis not in _STYLES or own.shards * own.replicas != self._plan.devices:
+            return False
         axis = layer.axis(own.axis)
-        plain = type(self._module.get_submodule(layer.name)) is nn.Linear if layer.name in self._paths else False
-        whole = axis is not None and not axis.sections
-        return style if plain and whole and all(len(self._graph.users[p]) == 1 for p in layer.parameters) else None
+        plain = layer.name in self._paths and type(self._module.get_submodule(layer.name)) is nn.Linear
+        alone = all(len(self._graph.users[parameter]) == 1 for parameter in layer.parameters)
+        return plain and alone and layer.kind == "linear" and axis is not None and not axis.sections
 
     def _styles(self) -> dict[str, str]:
         """The code of each cut module's style: whole tensors in and out, but where parts go from one to the next."""
@@ -213,14 +212,14 @@ class _Translation:
     def _slices(self) -> list[tuple[tuple[str, ...], bool]]:
         """Modules whose weights the plan keeps in slices, by gather group."""
         graph, layers, found = self._graph, self._plan.layers, list[tuple[tuple[str, ...], bool]]()
-        taken = set[str]()
+        taken, alone = set[str](), self._alone()
         for group in gather_groups(graph):
             for state in STATES[1:]:
                 own = [name for name in group if layers[name].state == state and layers[name].replicas > 1]
                 paths = dict.fromkeys(
                     graph.parameters[p].rpartition(".")[0] for name in own for p in graph.layers[name].parameters
                 )
-                modules = tuple(path for path in paths if path not in taken and self._alone(path))
+                modules = tuple(path for path in paths if path not in taken and path in alone)
                 taken.update(paths)
                 found += [(modules, state == STATES[2])] if modules else []
         if found:
@@ -230,23 +229,20 @@ class _Translation:
                 self._say("in slices of their own or whole in the plan, here in those of the whole model", *rest)
         return found
 
-    def _alone(self, path: str) -> bool:
-        """Whether a module has parameters, none of them in modules inside, and shares none with another module."""
-        module = self._module.get_submodule(path)
-        owners = Counter(id(p) for one in self._module.modules() for p in one.parameters(recurse=False))
-        return (
-            bool(path)
-            and not any(True for _ in module.children())
-            and all(owners[id(p)] == 1 for p in module.parameters())
-        )
+    def _alone(self) -> set[str]:
+        """The modules without modules inside that share no parameter with another one."""
+        modules = dict(self._module.named_modules())
+        owners = Counter(id(p) for module in modules.values() for p in module.parameters(recurse=False))
+        leaves = {path: module for path, module in modules.items() if path and next(module.children(), None) is None}
+        return {path for path, module in leaves.items() if all(owners[id(p)] == 1 for p in module.parameters())}
 
     def _replayed(self) -> list[str]:
         """The largest modules all of whose layers the plan replays."""
         layers, found = self._plan.layers, list[str]()
-        replayed = [name for name in self._graph.layers if layers[name].saved == SAVED[1]]
-        for path, _ in self._module.named_modules():
+        replayed = {name: None for name in self._graph.layers if layers[name].saved == SAVED[1]}
+        for path in self._paths if replayed else ():
             inside = [name for name in self._graph.layers if path and _is_in(name, path)]
-            if len(inside) > 1 and set(inside) <= set(replayed) and not any(_is_in(path, other) for other in found):
+            if len(inside) > 1 and replayed.keys() >= set(inside) and not any(_is_in(path, other) for other in found):
                 found.append(path)
         left = [name for name in replayed if not any(_is_in(name, path) for path in found)]
         if left:
