@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class ModelCall:
 
     Args:
         leaves: the flattened (args, kwargs).
-        spec: how they were nested.
+        spec: how they were nested; `nesting` is its text, made where it is not given.
         dim: the dimension that samples lie along.
         batch: samples this process brings; None when no tensor has that dimension, or inputs are said to hold none.
         containers: the caller's caches among the arguments.
@@ -45,6 +45,11 @@ class ModelCall:
     dim: int
     batch: int | None
     containers: tuple[Any, ...] = ()
+    nesting: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.nesting:
+            object.__setattr__(self, "nesting", str(self.spec))
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int | None) -> ModelCall:
@@ -60,7 +65,13 @@ class ModelCall:
                 "reach its devices; use the plain model there, `module` of the compiled one, or loss.backward()"
             )
         register_caches()
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        leaves = [*args, *kwargs.values()]
+        flat = all(isinstance(leaf, Tensor) or type(leaf) in _LEAVES for leaf in leaves)
+        if flat:  # as most calls are, whose nesting need not be found anew
+            spec, nesting = _flat(len(args), tuple(kwargs))
+        else:
+            leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+            nesting = str(spec)
         check_dense(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
@@ -74,7 +85,8 @@ class ModelCall:
                 f"samples are said to lie along dimension {dim}, which no input has (shapes {shapes}); give another dim"
             )
         batch = batch_of(leaves, dim)
-        return ModelCall(tuple(leaves), spec, dim or 0, batch, tuple(containers_in((args, kwargs))))
+        containers = () if flat else tuple(containers_in((args, kwargs)))
+        return ModelCall(tuple(leaves), spec, dim or 0, batch, containers, nesting)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -96,7 +108,7 @@ class ModelCall:
             shape = [None if self.has_samples(leaf) and d == self.dim else size for d, size in enumerate(leaf.shape)]
             return (tuple(shape), leaf.dtype, leaf.requires_grad)
 
-        return (str(self.spec), tuple(map(mark, self.leaves)))
+        return (self.nesting, tuple(map(mark, self.leaves)))
 
     @cached_property
     def form(self) -> Hashable:
@@ -107,7 +119,7 @@ class ModelCall:
                 return (leaf.dim(), self.has_samples(leaf), leaf.dtype, leaf.requires_grad)
             return (type(leaf).__name__, "" if type(leaf) in (int, float) else repr(leaf))
 
-        return (str(self.spec), tuple(map(mark, self.leaves)))
+        return (self.nesting, tuple(map(mark, self.leaves)))
 
     def has_samples(self, leaf: Any) -> bool:
         """Whether a leaf is a tensor that is cut over replicas; others are shared."""
@@ -177,6 +189,16 @@ class ModelCall:
         """
         if self.batch is not None and samples < 1:
             raise RuntimeFailure(f"a batch of {samples} samples along dimension {self.dim}: bring at least 1")
+
+
+_LEAVES = frozenset({int, float, bool, str, type(None)})
+
+
+@lru_cache(maxsize=64)
+def _flat(positional: int, names: tuple[str, ...]) -> tuple[Any, str]:
+    """How arguments are nested that are leaves, and its text."""
+    spec = pytree.tree_structure(((0,) * positional, dict.fromkeys(names, 0)))
+    return spec, str(spec)
 
 
 def _is_numbers(leaf: Any) -> bool:

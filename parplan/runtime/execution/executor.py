@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.user_line import failing_layer
 from parplan.layout import Grid
 from parplan.lowering.pipeline.stages import Pipeline, pipeline
 from parplan.lowering.program import Compute, Program, Transfer, last_reads
@@ -50,6 +51,8 @@ class Executor:
         hooks: whether the user's module hooks are called.
 
     Attributes:
+        only_device: the one that a process of its own runs the whole program on, without anything to move or to
+            compute again; else None.
         several_results: more than one result takes a gradient, so that a loss may leave some out, and the parameters
             of those have no gradients.
         last_reads: per forward step (by its id), the slots that no later step and no caller reads.
@@ -89,8 +92,13 @@ class Executor:
         self._written = {id(step): written_buffers(graph, step) for step in program.computes}
         self._statistics = frozenset[str]().union(*self._written.values())
         self._changing = frozenset(program.updates) | graph.numbers.keys()
+        special = self._changing | self._statistics
+        self._written_or_changing = {
+            id(step) for step in program.computes if any(state.name in special for state in step.states)
+        }
         self.last_reads = last_reads(program.forward, {*program.outputs, *program.updates.values()})
         self.several_results = len({name for name in program.outputs if program.slots[name].requires_grad}) > 1
+        self.only_device = self._only_device()
         self._state_results: frozenset[int] | None = None
         self._aliases: weakref.ref[ParameterAliases] | None = None
         grids: dict[str, set[Grid]] = defaultdict(set)
@@ -109,6 +117,15 @@ class Executor:
         for transfer in program.transfers if transport.collectives else ():
             for group in transfer.slices.groups if transfer.slices is not None else ():
                 transport.group(group)
+
+    def _only_device(self) -> int | None:
+        steps = self.program.forward
+        devices = {device for step in self.program.computes for device in step.grid.devices}
+        plain = all(isinstance(step, Compute) and step.unit is None and step.pass_number is None for step in steps)
+        if self.transport.processes > 1 or len(devices) != 1 or not plain or self.program.slices:
+            return None
+        caller = type(self.recorder) is Recorder and isinstance(self.dispatch, Inline)  # nobody is told, its thread
+        return devices.pop() if caller else None
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -181,16 +198,52 @@ class Executor:
             self._state_results = frozenset(i for i, result in enumerate(results) if memory(result) in states)
         return self._state_results
 
-    def states(self, step: Compute, device: int) -> list[Tensor]:
+    def run_code(
+        self, step: Compute, device: int, code: Callable[..., tuple[Tensor, ...]], inputs: Iterable[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Results of a compute step's code on one device, for its operands and states.
+
+        Raises:
+            RuntimeFailure: a result has another shape than the plan was made for.
+        """
+        try:
+            results = self.dispatch.apart(code, *inputs)
+        except (IndexError, RuntimeError, ValueError) as error:
+            if type(error) not in (IndexError, RuntimeError, ValueError):  # of a class of its own: kept as it is
+                raise
+            layer, line = failing_layer(error, {name: self.graph.layers[name].nodes for name in step.layers})
+            raise type(error)(f"{layer}: {error}" + (f"\n  at {line}" if line else "")) from error
+        self.write_back(step, device)
+        for result, tensor in zip(step.results, results, strict=True):
+            slot = self.program.slots[result.slot]
+            if tensor.shape != slot.local_shapes[device]:
+                raise RuntimeFailure(
+                    f"{' + '.join(step.layers)}: {self.graph.label(slot.value)} has shape {tuple(tensor.shape)} on "
+                    f"device {device} where {slot.local_shapes[device]} was planned; give these layers one replica and "
+                    "one shard"
+                )
+        return results
+
+    @cached_property
+    def own_tensors(self) -> Mapping[int, Sequence[Tensor]]:
+        """Per compute step (by its id) the module's own tensors that are its states, the same in every call."""
+        return {id(step): [self.store.original(s.name) for s in step.states] for step in self.program.computes}
+
+    def states(self, step: Compute, device: int, attached: bool = False) -> Sequence[Tensor]:
         """Parameters and buffers for a compute step; only the first replica writes the module's buffers.
 
         Buffers that the step's end assigns, and numbers, are copied: the backward needs what the forward has read.
+
+        Args:
+            attached: the module's own tensors, through which the caller's autograd goes.
         """
+        if attached and id(step) not in self._written_or_changing:
+            return self.own_tensors[id(step)]
         spare = self.transport.processes == 1 and step.grid.position(device)[0] > 0
         written = self._written[id(step)]
         found = []
         for state in step.states:
-            tensor = self.store.get(state, device)
+            tensor = self.store.original(state.name) if attached else self.store.get(state, device)
             if state.name in self._changing:
                 tensor = tensor.clone()
             if spare:

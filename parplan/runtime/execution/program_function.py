@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parplan.accelerators import as_current
 from parplan.errors import RuntimeFailure
 from parplan.runtime.compat import call_hooks_with_gradients_only, recomputed_once
 from parplan.runtime.execution.executor import Executor
@@ -24,6 +25,10 @@ __all__ = ["ProgramFunction", "run_program"]
 def run_program(executor: Executor, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """The program's results for the user's input values (by name); differentiable in inputs and parameters."""
     trainable = executor.store.trainable
+    if executor.only_device is not None and not executor.program.updates:
+        place = executor.transport.physical(executor.only_device)
+        if all(tensor.device == place for tensors in executor.own_tensors.values() for tensor in tensors):
+            return _run_on(executor, executor.only_device, place, inputs)
     tensors: list[Tensor] = [*inputs.values(), *trainable.values()]
     run = Run(executor, tuple(inputs), tuple(trainable))
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
@@ -37,6 +42,20 @@ def run_program(executor: Executor, inputs: Mapping[str, Tensor]) -> list[Tensor
         results = ProgramFunction.apply(run, *tensors)  # type: ignore[no-untyped-call]
     run.end()
     return list(results)
+
+
+def _run_on(executor: Executor, device: int, place: torch.device, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """The results of a program of one device, whose order is that of the caller's autograd: it records every op."""
+    values = {name: tensor.to(place) for name, tensor in inputs.items()}
+    with as_current(place):
+        for step in executor.program.computes:
+            operands = [values[operand.slot] for operand in step.operands]
+            states = executor.states(step, device, attached=True)
+            results = executor.run_code(step, device, executor.code.get(step, device), (*operands, *states))
+            values.update(zip((result.slot for result in step.results), results, strict=True))
+            for slot in executor.last_reads[id(step)]:
+                values.pop(slot, None)
+    return [values[slot] for slot in executor.program.outputs]
 
 
 class ProgramFunction(torch.autograd.Function):

@@ -17,7 +17,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from parplan.errors import RuntimeFailure
-from parplan.graph.user_line import failing_layer
 from parplan.layout import whole_block
 from parplan.lowering.passes import put, take
 from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Regather, Slot, Split, State, Step, Transfer
@@ -204,22 +203,8 @@ class Run:
                     checkpoint, code, use_reentrant=False, preserve_rng_state=executor.is_random(step),
                     context_fn=executor.seeded.again,
                 )  # fmt: skip
-            try:
-                results = executor.dispatch.apart(code, *inputs)
-            except (IndexError, RuntimeError, ValueError) as error:
-                if type(error) not in (IndexError, RuntimeError, ValueError):  # of a class of its own: kept as it is
-                    raise
-                layers = {name: executor.graph.layers[name].nodes for name in step.layers}
-                layer, line = failing_layer(error, layers)
-                raise type(error)(f"{layer}: {error}" + (f"\n  at {line}" if line else "")) from error
-            executor.write_back(step, device)
+            results = executor.run_code(step, device, code, inputs)
         for slot, tensor in zip(made, results, strict=True):
-            if tuple(tensor.shape) != slot.local_shapes[device]:
-                raise RuntimeFailure(
-                    f"{' + '.join(step.layers)}: {executor.graph.label(slot.value)} has shape {tuple(tensor.shape)} on "
-                    f"device {device} where {slot.local_shapes[device]} was planned; give these layers one replica and "
-                    "one shard"
-                )
             parts.add(slot.name, device, tensor.detach())
         if record:
             edges = tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in results)

@@ -314,7 +314,7 @@ class Captures:
             if self.programs.waiting is not None:
                 stack.enter_context(with_memory(self._module, self._transport.physical(self._transport.owned[0])))
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
-            kind = self._modes(training), str(call.spec)
+            kind = self._modes(training), call.nesting
             how: dict[str, Any] = {"training": training, "dim": self._dim, "numbers": numbers, "settle": settle}
             how["compiling"] = kind in self._compiling or None
             try:

@@ -280,10 +280,41 @@ class Aliases(nn.Module):
         return h, h[:, 1:], x, self.fc.weight[1:]
 
 
+def written(model: nn.Module, given: Tensor, number: int) -> tuple[str, list[Tensor]]:
+    """The error after a write into a result, or none; and the results, the input and the gradients."""
+    x, refused = given.clone(), ""
+    results = model(x)
+    try:
+        results[number].mul_(2)
+        (results[0] * results[1].sum() + results[3].sum()).square().sum().backward()
+    except RuntimeError as error:
+        refused = str(error)
+    return refused, [*results, x, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_on_one_device_autograd_follows_writes_as_in_the_plain_model(number: int) -> None:
+    plain, x = Aliases(), batch("mlp", 4)
+    refused, found = written(compiled(copy.deepcopy(plain), spread(2, "one"), 2), x, number)
+    expected_refusal, expected = written(plain, x, number)
+    assert refused == expected_refusal
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_on_one_device_a_gradient_is_differentiated_as_in_the_plain_model() -> None:
+    plain, x = mlp(), batch("mlp", 4).requires_grad_()
+    model = compiled(copy.deepcopy(plain), spread(2, "one"), 2)
+    for one in (plain, model):
+        (gradient,) = torch.autograd.grad(one(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_a_write_that_autograd_would_not_follow_is_refused(number: int) -> None:
     x = batch("mlp", 4)
-    model = compiled(Aliases(), spread(2, "one"), 2)
+    model = compiled(Aliases(), spread(2, "one"), 2, threads=lambda device: None)  # a thread of its own
     before = x.clone()
     result = model(x)[number]
     with pytest.raises(RuntimeError, match=r"view|leaf"):
