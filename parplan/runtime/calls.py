@@ -65,15 +65,16 @@ class ModelCall:
                 "reach its devices; use the plain model there, `module` of the compiled one, or loss.backward()"
             )
         register_caches()
-        leaves = [*args, *kwargs.values()]
+        leaves: Sequence[Any] = (*args, *kwargs.values())
         flat = all(isinstance(leaf, Tensor) or type(leaf) in _LEAVES for leaf in leaves)
         if flat:  # as most calls are, whose nesting need not be found anew
             spec, nesting = _flat(len(args), tuple(kwargs))
         else:
             leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
             nesting = str(spec)
-        check_dense(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            check_dense(leaves)
         if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise RuntimeFailure(
                 "a compiled model was called with a tangent (torch.autograd.forward_ad), which does not reach its "

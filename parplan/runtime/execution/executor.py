@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -23,16 +24,35 @@ from parplan.runtime.execution.dispatch import Dispatch, Inline
 from parplan.runtime.execution.module_hooks import HookCalls
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.execution.random_state import OwnDraws, SeededOps, draws_any
-from parplan.runtime.execution.segment_cache import SegmentCache, written_buffers
+from parplan.runtime.execution.segment_cache import Function, SegmentCache, written_buffers
 from parplan.runtime.execution.timeline import Recorder, Span
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Held, Pending, Transport
 
-__all__ = ["Executor", "FreedWeights", "SlotParts", "memory", "start_together"]
+__all__ = ["SingleDevice", "Executor", "FreedWeights", "SlotParts", "memory", "start_together"]
 
 TOGETHER = 1 << 20
 """Bytes up to which messages of one step go as one: smaller ones cost their handling, and larger ones would be copied,
 and hold up the first micro-batch until those of all have arrived."""
+
+
+_Call = tuple[Compute, Function, Sequence[Tensor] | None]
+
+
+@dataclass(frozen=True)
+class SingleDevice:
+    """A program that one device runs alone, prepared: the order of its steps is that of the caller's autograd.
+
+    Args:
+        place: where the device lives.
+        calls: each step, its code, and its parameters and buffers; None where some are made anew in every call.
+        tensors: all of the module's own that steps use, which have to lie on the device.
+    """
+
+    device: int
+    place: torch.device
+    calls: Sequence[_Call]
+    tensors: Sequence[Tensor]
 
 
 class Executor:
@@ -51,8 +71,6 @@ class Executor:
         hooks: whether the user's module hooks are called.
 
     Attributes:
-        only_device: the one that a process of its own runs the whole program on, without anything to move or to
-            compute again; else None.
         several_results: more than one result takes a gradient, so that a loss may leave some out, and the parameters
             of those have no gradients.
         last_reads: per forward step (by its id), the slots that no later step and no caller reads.
@@ -92,13 +110,8 @@ class Executor:
         self._written = {id(step): written_buffers(graph, step) for step in program.computes}
         self._statistics = frozenset[str]().union(*self._written.values())
         self._changing = frozenset(program.updates) | graph.numbers.keys()
-        special = self._changing | self._statistics
-        self._written_or_changing = {
-            id(step) for step in program.computes if any(state.name in special for state in step.states)
-        }
         self.last_reads = last_reads(program.forward, {*program.outputs, *program.updates.values()})
         self.several_results = len({name for name in program.outputs if program.slots[name].requires_grad}) > 1
-        self.only_device = self._only_device()
         self._state_results: frozenset[int] | None = None
         self._aliases: weakref.ref[ParameterAliases] | None = None
         grids: dict[str, set[Grid]] = defaultdict(set)
@@ -118,14 +131,26 @@ class Executor:
             for group in transfer.slices.groups if transfer.slices is not None else ():
                 transport.group(group)
 
-    def _only_device(self) -> int | None:
-        steps = self.program.forward
-        devices = {device for step in self.program.computes for device in step.grid.devices}
-        plain = all(isinstance(step, Compute) and step.unit is None and step.pass_number is None for step in steps)
-        if self.transport.processes > 1 or len(devices) != 1 or not plain or self.program.slices:
+    @cached_property
+    def single_device(self) -> SingleDevice | None:
+        """The program prepared for the one device that runs it, without anything to move or to compute again, in a
+        process of its own; None where it is another one."""
+        program, steps = self.program, self.program.computes
+        devices = {device for step in steps for device in step.grid.devices}
+        plain = all(isinstance(step, Compute) and step.unit is None for step in program.forward)
+        once = all(step.pass_number is None for step in steps) and not program.updates and not program.slices
+        nobody = type(self.recorder) is Recorder and isinstance(self.dispatch, Inline)  # is told, nor works beside
+        if self.transport.processes > 1 or len(devices) != 1 or not (plain and once and nobody):
             return None
-        caller = type(self.recorder) is Recorder and isinstance(self.dispatch, Inline)  # nobody is told, its thread
-        return devices.pop() if caller else None
+        (device,) = devices
+        special, calls = self._changing | self._statistics, list[_Call]()
+        for step in steps:
+            states = None
+            if special.isdisjoint(state.name for state in step.states):
+                states = [self.store.original(state.name) for state in step.states]
+            calls.append((step, self.code.get(step, device), states))
+        tensors = [self.store.original(state.name) for step in steps for state in step.states]
+        return SingleDevice(device, self.transport.physical(device), calls, tensors)
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -198,9 +223,7 @@ class Executor:
             self._state_results = frozenset(i for i, result in enumerate(results) if memory(result) in states)
         return self._state_results
 
-    def run_code(
-        self, step: Compute, device: int, code: Callable[..., tuple[Tensor, ...]], inputs: Iterable[Tensor]
-    ) -> tuple[Tensor, ...]:
+    def run_code(self, step: Compute, device: int, code: Function, inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Results of a compute step's code on one device, for its operands and states.
 
         Raises:
@@ -224,12 +247,7 @@ class Executor:
                 )
         return results
 
-    @cached_property
-    def own_tensors(self) -> Mapping[int, Sequence[Tensor]]:
-        """Per compute step (by its id) the module's own tensors that are its states, the same in every call."""
-        return {id(step): [self.store.original(s.name) for s in step.states] for step in self.program.computes}
-
-    def states(self, step: Compute, device: int, attached: bool = False) -> Sequence[Tensor]:
+    def states(self, step: Compute, device: int, attached: bool = False) -> list[Tensor]:
         """Parameters and buffers for a compute step; only the first replica writes the module's buffers.
 
         Buffers that the step's end assigns, and numbers, are copied: the backward needs what the forward has read.
@@ -237,8 +255,6 @@ class Executor:
         Args:
             attached: the module's own tensors, through which the caller's autograd goes.
         """
-        if attached and id(step) not in self._written_or_changing:
-            return self.own_tensors[id(step)]
         spare = self.transport.processes == 1 and step.grid.position(device)[0] > 0
         written = self._written[id(step)]
         found = []
@@ -258,9 +274,10 @@ class Executor:
 
     def write_back(self, step: Compute, device: int) -> None:
         """Copy the buffers that a step wrote on its first replica to the module."""
-        if self.transport.processes == 1 and step.grid.position(device)[0] == 0:
+        written = self._written[id(step)]
+        if written and self.transport.processes == 1 and step.grid.position(device)[0] == 0:
             for state in step.states:
-                if state.name in self._written[id(step)]:
+                if state.name in written:
                     self.store.write_back(state, device)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from parplan.accelerators import as_current
 from parplan.errors import RuntimeFailure
 from parplan.runtime.compat import call_hooks_with_gradients_only, recomputed_once
-from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.executor import SingleDevice, Executor
 from parplan.runtime.execution.run import Run
 
 __all__ = ["ProgramFunction", "run_program"]
@@ -24,11 +24,10 @@ __all__ = ["ProgramFunction", "run_program"]
 
 def run_program(executor: Executor, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """The program's results for the user's input values (by name); differentiable in inputs and parameters."""
+    single = executor.single_device
+    if single is not None and not any(tensor.device != single.place for tensor in single.tensors):
+        return _run_single(executor, single, inputs)
     trainable = executor.store.trainable
-    if executor.only_device is not None and not executor.program.updates:
-        place = executor.transport.physical(executor.only_device)
-        if all(tensor.device == place for tensors in executor.own_tensors.values() for tensor in tensors):
-            return _run_on(executor, executor.only_device, place, inputs)
     tensors: list[Tensor] = [*inputs.values(), *trainable.values()]
     run = Run(executor, tuple(inputs), tuple(trainable))
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
@@ -44,15 +43,16 @@ def run_program(executor: Executor, inputs: Mapping[str, Tensor]) -> list[Tensor
     return list(results)
 
 
-def _run_on(executor: Executor, device: int, place: torch.device, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """The results of a program of one device, whose order is that of the caller's autograd: it records every op."""
-    values = {name: tensor.to(place) for name, tensor in inputs.items()}
-    with as_current(place):
-        for step in executor.program.computes:
+def _run_single(executor: Executor, single: SingleDevice, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """The results of a program that one device runs alone, in the order of the caller's autograd, which records it."""
+    values = {name: tensor.to(single.place) for name, tensor in inputs.items()}
+    with as_current(single.place):
+        for step, code, states in single.calls:
             operands = [values[operand.slot] for operand in step.operands]
-            states = executor.states(step, device, attached=True)
-            results = executor.run_code(step, device, executor.code.get(step, device), (*operands, *states))
-            values.update(zip((result.slot for result in step.results), results, strict=True))
+            own = executor.states(step, single.device, attached=True) if states is None else states
+            results = executor.run_code(step, single.device, code, (*operands, *own))
+            for result, tensor in zip(step.results, results, strict=True):
+                values[result.slot] = tensor
             for slot in executor.last_reads[id(step)]:
                 values.pop(slot, None)
     return [values[slot] for slot in executor.program.outputs]

@@ -16,7 +16,7 @@ from parplan.lowering.program import Code, Compute, Program
 from parplan.runtime.execution.module_hooks import HookCalls
 from parplan.runtime.execution.random_state import SeededOps
 
-__all__ = ["SegmentCache", "written_buffers"]
+__all__ = ["Function", "SegmentCache", "written_buffers"]
 
 Function = Callable[..., tuple[Tensor, ...]]
 

@@ -260,7 +260,8 @@ class Compiled(Wrapped):
     def _ready(self, call: ModelCall, captured: Captured) -> Executor:
         """The executor of a graph for these samples, compared with the plain module; ranks' buffers are equal."""
         executor = self._programs.executor(captured, self._agreed(call, captured).samples)
-        self.program = executor.program
+        if self.program is not executor.program:  # setting an attribute of a module takes microseconds
+            self.program = executor.program
         return executor
 
     def _agreed(self, call: ModelCall, captured: Captured) -> Agreement:
@@ -301,7 +302,8 @@ class Compiled(Wrapped):
     def _find(self, call: ModelCall) -> Captured:
         self._transport.begin_call()
         captured = self._captures.find(call, self.training)
-        self._batch = call.batch
+        if self._batch != call.batch:
+            self._batch = call.batch
         if captured is not self._latest:
             self._latest, self._example = captured, call.without_numbers()
         return captured

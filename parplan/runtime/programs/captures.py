@@ -7,8 +7,9 @@ at the same time and rank 0 alone plans.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -267,9 +268,9 @@ class Captures:
     def _modes(self, training: bool) -> Hashable:
         """The modes that a graph is captured in."""
         casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in autocast_types())
-        made = (torch.get_default_dtype(), torch.get_default_device())  # of tensors that the forward makes
+        made = torch.empty(0)  # as the forward makes them
         modes = (self._own.modes(training), torch.is_grad_enabled())
-        return (*modes, casts, made, self._own.trained, self._hooks.marks)
+        return (*modes, casts, made.dtype, made.device, self._own.trained, self._hooks.marks)
 
     def _supposed_batch(self, call: ModelCall) -> int | None:
         """Samples over all processes if each that brings its own brings as many as this one."""
@@ -331,6 +332,9 @@ class Captures:
         return graph
 
 
+_takes_gradients, _training = attrgetter("requires_grad"), attrgetter("training")
+
+
 class _OwnTensors:
     """The parameters and buffers that `module` had when this was made.
 
@@ -343,26 +347,30 @@ class _OwnTensors:
         self._module = module
         self._parameters = list(module.parameters())
         self._modules = list(module.modules())
-        self._places: list[Mapping[str, object]] = [
+        self._places: list[dict[str, Any]] = [
             place for part in self._modules for place in (part._parameters, part._buffers, part._modules)
         ]
         self._sizes = [len(place) for place in self._places]
-        self._entries = [(place, key, thing) for place in self._places for key, thing in place.items()]
+        entries = [(place, key, thing) for place in self._places for key, thing in place.items()]
+        self._holders = [place for place, _, _ in entries]
+        self._names = [key for _, key, _ in entries]
+        self._things = [thing for _, _, thing in entries]
 
     @property
     def replaced(self) -> bool:
         """Whether one of them is no longer the module's, or there are others."""
         if self._sizes != [*map(len, self._places)]:
             return True
-        return any(place.get(key) is not thing for place, key, thing in self._entries)
+        # By functions of C, as every call of the model asks.
+        return not all(map(is_, map(dict.get, self._holders, self._names), self._things))
 
     @property
     def trained(self) -> Hashable:
         """Per parameter whether it takes gradients."""
-        return tuple(parameter.requires_grad for parameter in self._parameters)
+        return tuple(map(_takes_gradients, self._parameters))
 
     def modes(self, training: bool) -> Hashable:
         """Per module whether it is in training mode when the whole is captured in this one: users switch parts."""
         if training != self._module.training:
             return training  # capture switches every module
-        return tuple(module.training for module in self._modules)
+        return tuple(map(_training, self._modules))

@@ -110,14 +110,16 @@ def executed_step(module: nn.Module, executor: Executor, call: ModelCall, weigh:
 
 def begin_forward(module: nn.Module, graph: LayerGraph) -> None:
     """Bring counters and numbers of the module up to date before a forward."""
-    _count(module, graph, graph.counters.keys() - graph.late)
+    if graph.counters:
+        _count(module, graph, graph.counters.keys() - graph.late)
     for name, number in graph.numbers.items():
         number.fill(graph.constants[name])
 
 
 def end_forward(module: nn.Module, graph: LayerGraph) -> None:
     """Count a forward that has run to its end."""
-    _count(module, graph, graph.counters.keys() & graph.late)
+    if graph.counters:
+        _count(module, graph, graph.counters.keys() & graph.late)
 
 
 @torch.no_grad()
