@@ -29,7 +29,7 @@ from parplan.runtime.execution.timeline import Recorder, Span
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Held, Pending, Transport
 
-__all__ = ["SingleDevice", "Executor", "FreedWeights", "SlotParts", "memory", "start_together"]
+__all__ = ["Executor", "FreedWeights", "SingleDevice", "SlotParts", "memory", "start_together"]
 
 TOGETHER = 1 << 20
 """Bytes up to which messages of one step go as one: smaller ones cost their handling, and larger ones would be copied,

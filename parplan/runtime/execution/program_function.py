@@ -16,7 +16,7 @@ from torch import Tensor
 from parplan.accelerators import as_current
 from parplan.errors import RuntimeFailure
 from parplan.runtime.compat import call_hooks_with_gradients_only, recomputed_once
-from parplan.runtime.execution.executor import SingleDevice, Executor
+from parplan.runtime.execution.executor import Executor, SingleDevice
 from parplan.runtime.execution.run import Run
 
 __all__ = ["ProgramFunction", "run_program"]
