@@ -1,11 +1,12 @@
 """One device: predicted against measured seconds and memory of training steps, and parplan's over plain ones.
 
-    python -m benchmarks.one_device [--device cuda] [--small] [--only WORD] [--json FILE]
+    python -m benchmarks.one_device [--device cuda] [--small] [--only WORD] [--backend inductor] [--json FILE]
 
 Every network trains as a whole, in micro-batches and with every unit replayed. Steps of the plain model and of
 parplan's take turns, each a forward with its loss, a backward and an update by Adam; the median of the rounds' ratios
 counts, with its quartiles. Steps are predicted twice: from the device's preset, and from its layers measured one by one
-on it (as `parplan profile` does), which is done behind the steps and uses nothing of them.
+on it (as `parplan profile` does), which is done behind the steps and uses nothing of them. With `--backend inductor`
+the plain model is compiled as a whole by torch.compile; predictions stay those of layers that are not compiled.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ class Run:
 
     device: torch.device
     rounds: int
+    backend: str = "eager"
 
     def figures(self, network: Network) -> Iterator[Figures]:
         """Every variant of a network; layers are measured behind all of them."""
@@ -190,12 +192,13 @@ class Run:
             chosen = {name: Strategy(saved=saved if name in known else "keep") for name in graph.layers}
             return Plan(graph.model, graph.fingerprint, graph.batch or 1, 1, chosen, micro_batches=parts)
 
-        model = Compiled(own, planner, devices=[self.device], check="off")
+        model = Compiled(own, planner, devices=[self.device], check="off", backend=self.backend)
         model.prepare(*batch)
         assert model.graph is not None
         assert model.plan is not None
         steps, measured = list[Callable[[], None]](), list[int]()
-        for one in (plain, model):
+        compiled: Any = torch.compile(plain, dynamic=False) if self.backend == "inductor" else plain
+        for one in (compiled, model):
             optimizer = torch.optim.Adam(one.parameters(), lr=1e-5)
             step = partial(_step, one, optimizer, batch)
             step()  # libraries choose their kernels
@@ -255,6 +258,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="narrow networks, to try this on a CPU")
     parser.add_argument("--only", default="", help="networks whose name contains this")
+    parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
@@ -266,7 +270,7 @@ def main() -> None:
         for network in SMALL if args.small else NETWORKS:
             if args.only not in network.name:
                 continue
-            for figures in Run(device, args.rounds).figures(network):
+            for figures in Run(device, args.rounds, args.backend).figures(network):
                 print(figures.line(), flush=True)
                 found.append(asdict(figures))
     if args.json:

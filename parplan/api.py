@@ -201,6 +201,7 @@ def compile(  # the name users know from torch.compile
     dim: int = 0,
     threads: ThreadsOption = False,
     check: str = "first",
+    backend: str = "eager",
     initialise: Callable[[nn.Module], object] | None = None,
     weights: Weights | None = None,
     rules: str = "default",
@@ -226,12 +227,11 @@ def compile(  # the name users know from torch.compile
         same_draws: True: processes seeded alike drop alike, as under DistributedDataParallel; else apart.
         plan, pins, rules and all behind it: as in `analyze`.
         threads: True: each logical device of this process has a thread; a function is called first there (its number).
-        check: compare the program with the plain module: "first" before a capture's first step, "always", or "off".
+        check, backend: compared with the plain module "first", "always", "off"; "eager", "inductor" (docs/backends.md).
         initialise, weights: of tensors on the meta device: a function of a module; saved ones (docs/sharded-state.md).
 
     Raises:
-        SelfCheckError: (at a call) the planned program computes something else than the module.
-        ParplanError: the model cannot be captured, the plan is not for it or breaks a rule.
+        ParplanError: it cannot be captured, the plan is not for it; (at a call) SelfCheckError: it computes otherwise.
     """
     from parplan.planner.request import PlanOptions
     from parplan.pricing import Pricing
@@ -255,7 +255,7 @@ def compile(  # the name users know from torch.compile
 
     compiled = Compiled(
         model, planner, devices=devices, output_device=output_device, dim=dim, batch_norm=batch_norm, scalars=scalars,
-        inputs=inputs, same_draws=same_draws, threads=threads, check=check,
+        inputs=inputs, same_draws=same_draws, threads=threads, check=check, backend=backend,
         start=StartValues.of(model, initialise, weights),
     )  # fmt: skip
     compiled.predict_times = lambda graph, plan: pricing().predicted(graph, plan).expected

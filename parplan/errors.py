@@ -122,5 +122,9 @@ class PlainModuleWarning(UserWarning):
     """The plain module ran in place of a plan, with the samples of one process; the text says why."""
 
 
+class BackendWarning(UserWarning):
+    """Layers run as they are, although a backend was to compile them; the text says why."""
+
+
 class PlannedMemoryWarning(UserWarning):
     """A step may need more memory than its plan was checked for; the text names the shapes and the bytes."""

@@ -24,7 +24,7 @@ from parplan.runtime.execution.dispatch import Dispatch, Inline
 from parplan.runtime.execution.module_hooks import HookCalls
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.execution.random_state import OwnDraws, SeededOps, draws_any
-from parplan.runtime.execution.segment_cache import Function, SegmentCache, written_buffers
+from parplan.runtime.execution.segment_cache import EAGER, Function, SegmentCache, written_buffers
 from parplan.runtime.execution.timeline import Recorder, Span
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Held, Pending, Transport
@@ -69,6 +69,7 @@ class Executor:
         recorder: told of the activities of a step; default: nothing is recorded, and nothing is spent on it.
         dispatch: which thread runs the devices' work; default: the caller's.
         hooks: whether the user's module hooks are called.
+        backend: that compiles the code of compute steps.
 
     Attributes:
         several_results: more than one result takes a gradient, so that a loss may leave some out, and the parameters
@@ -88,8 +89,10 @@ class Executor:
         recorder: Recorder | None = None,
         dispatch: Dispatch | None = None,
         hooks: bool = True,
+        backend: str = EAGER,
     ) -> None:
         self.graph = graph
+        self.backend = backend
         self.program = program
         self.store = store
         self.transport = transport
@@ -100,7 +103,7 @@ class Executor:
         self.hooks = HookCalls(graph, program, transport.processes, silent=not hooks)
         places = {device: transport.physical(device) for device in transport.owned}
         marks = self.recorder.marks
-        self.code = SegmentCache(graph, program, self.seeded, dropout, places, self.hooks, marks)
+        self.code = SegmentCache(graph, program, self.seeded, dropout, places, self.hooks, marks, backend)
         self.dispatch: Dispatch = dispatch if dispatch is not None else Inline()
         # Autograd computes on an accelerator in the one thread it has for that, which waits for the whole backward of
         # a call: a backward that another thread starts within would wait for that thread forever.

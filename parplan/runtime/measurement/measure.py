@@ -17,6 +17,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.program import Join, Program
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.segment_cache import EAGER
 from parplan.runtime.execution.timeline import REST, ActivityKind, StepActivity, StepTimeline, StepTimes
 from parplan.runtime.measurement.measured_spans import gathered_spans
 from parplan.runtime.measurement.measured_step import Figure, MeasuredPart, MeasuredStep, StepPart
@@ -40,7 +41,16 @@ class StepRecorder:
         self.last: Executor | None = None
 
     def executor(self, plain: Executor) -> Executor:
-        """The executor that runs the same program and records it."""
+        """The executor that runs the same program and records it.
+
+        Raises:
+            RuntimeFailure: a backend compiles layers together, of which none can be timed.
+        """
+        if plain.backend != EAGER:
+            raise RuntimeFailure(
+                f"measure() times every layer, and {plain.backend} compiles them together; measure the plan with "
+                f'backend="{EAGER}"'
+            )
         if plain not in self._of:
             self._of[plain] = plain.recorded(self.timeline)
         self.last = self._of[plain]

@@ -74,11 +74,10 @@ class Compiled(Wrapped):
         scalars: a result that is one number (a loss) is "whole", the plain model's; or "per_replica", a vector with
             one entry per replica, each of the replica's own samples, as `nn.DataParallel` gives it (under torchrun
             each process its own number).
-        inputs: under torchrun, every process brings its "own" samples; or the shards of one replica of the plan's
-            first layer bring the same ones as a "group", which then need not be gathered, and get the same results;
-            or no dimension holds samples and all processes bring the "same" inputs.
-        same_draws: under torchrun, True lets processes that were seeded alike draw the same random numbers (dropout)
-            for their different samples, as under DistributedDataParallel.
+        inputs: under torchrun, every process brings its "own" samples; the shards of one replica of the plan's first
+            layer the same ones, as a "group", ungathered, and get the same results; or all the "same", of no samples.
+        same_draws: under torchrun, processes that were seeded alike draw alike (dropout), as DistributedDataParallel's.
+        backend: "inductor" compiles the layers that a device runs at a stretch; "eager" runs op by op.
         dropout: False switches dropout off, for comparisons.
         threads: True gives every logical device of this process a thread of its own that runs its work; a function of
             the device's number is called first in each of them. False: the caller's thread runs all devices in turn.
@@ -109,10 +108,13 @@ class Compiled(Wrapped):
         threads: ThreadsOption = False,
         group: dist.ProcessGroup | None = None,
         check: str = "first",
+        backend: str = "eager",
         start: StartValues | None = None,
     ) -> None:
         super().__init__(module)
-        options = Options.of(batch_norm, scalars, inputs, dim, same_draws=same_draws, dropout=dropout, threads=threads)
+        options = Options.of(
+            batch_norm, scalars, inputs, dim, backend, same_draws=same_draws, dropout=dropout, threads=threads
+        )
         start = StartValues.of(module) if start is None else start
         self.program: Program | None = None
         self.predict_times: Callable[[LayerGraph, Plan], Expected] | None = None
@@ -123,7 +125,7 @@ class Compiled(Wrapped):
         self._given: dict[str, Any] = {
             "devices": devices, "output_device": output_device, "dim": dim, "batch_norm": batch_norm,
             "scalars": scalars, "inputs": inputs, "same_draws": same_draws, "dropout": dropout, "threads": threads,
-            "check": check, "start": start,
+            "check": check, "backend": backend, "start": start,
         }  # fmt: skip
         self._planner = planner
         self._transport = transport_for(devices, group)
@@ -260,8 +262,7 @@ class Compiled(Wrapped):
     def _ready(self, call: ModelCall, captured: Captured) -> Executor:
         """The executor of a graph for these samples, compared with the plain module; ranks' buffers are equal."""
         executor = self._programs.executor(captured, self._agreed(call, captured).samples)
-        if self.program is not executor.program:  # setting an attribute of a module takes microseconds
-            self.program = executor.program
+        self.__dict__["program"] = executor.program
         return executor
 
     def _agreed(self, call: ModelCall, captured: Captured) -> Agreement:
@@ -302,8 +303,7 @@ class Compiled(Wrapped):
     def _find(self, call: ModelCall) -> Captured:
         self._transport.begin_call()
         captured = self._captures.find(call, self.training)
-        if self._batch != call.batch:
-            self._batch = call.batch
+        self.__dict__["_batch"] = call.batch  # setting an attribute of a module takes microseconds
         if captured is not self._latest:
             self._latest, self._example = captured, call.without_numbers()
         return captured

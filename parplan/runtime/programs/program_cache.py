@@ -33,7 +33,7 @@ from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.module_hooks import with_whole_hooks
 from parplan.runtime.execution.parameter_store import Copies, Store
 from parplan.runtime.execution.random_state import SeededOps
-from parplan.runtime.execution.segment_cache import written_buffers
+from parplan.runtime.execution.segment_cache import EAGER, INDUCTOR, written_buffers
 from parplan.runtime.programs.planned_memory import GraphBytes
 from parplan.runtime.programs.sample_axes import check_own_samples
 from parplan.runtime.programs.start_values import StartValues
@@ -63,9 +63,10 @@ class Options:
     same_draws: bool = False
     threads: ThreadsOption = False
     start: StartValues | None = None
+    backend: str = EAGER
 
     @classmethod
-    def of(cls, batch_norm: str, scalars: str, inputs: str, dim: int, **others: Any) -> Options:
+    def of(cls, batch_norm: str, scalars: str, inputs: str, dim: int, backend: str, **others: Any) -> Options:
         """The options that a user's words ask for.
 
         Raises:
@@ -74,6 +75,7 @@ class Options:
         _one_of("batch_norm", batch_norm, "global", "local")
         _one_of("scalars", scalars, "whole", "per_replica")
         _one_of("inputs", inputs, "own", "group", "same")
+        _one_of("backend", backend, EAGER, INDUCTOR)
         if inputs != "own" and scalars == "per_replica":
             raise PlanError(
                 f'inputs="{inputs}" has no number per process to give for scalars="per_replica"; use one of them'
@@ -85,6 +87,7 @@ class Options:
             global_statistics=batch_norm == "global",
             per_replica=scalars == "per_replica",
             groups=inputs == "group",
+            backend=backend,
             **others,
         )
 
@@ -411,7 +414,9 @@ class Programs:
         Args:
             keep: the step itself has these samples, so that it may use the same executor.
         """
-        plain = replace(self._options, global_statistics=True, per_replica=False, dropout=True, threads=False)
+        plain = replace(
+            self._options, global_statistics=True, per_replica=False, dropout=True, threads=False, backend=EAGER
+        )
         held = self._transport.processes == 1 or self.sharding is not None
         if keep and held and plain == self._options and not captured.graph.sites:
             return self.executor(captured, samples)
@@ -427,16 +432,9 @@ class Programs:
             self.sync = self.sync or BufferSync(self._module, self._transport)
             self.sync.know(graph, program)
         return Executor(
-            graph,
-            program,
-            store,
-            self._transport,
-            output=options.output,
-            dropout=options.dropout,
-            seeded=captured.seeded,
-            dispatch=self._dispatch if hooks else None,
-            hooks=hooks,
-        )
+            graph, program, store, self._transport, output=options.output, dropout=options.dropout,
+            seeded=captured.seeded, dispatch=self._dispatch if hooks else None, hooks=hooks, backend=options.backend,
+        )  # fmt: skip
 
 
 def _places(blocks: Mapping[int, Block]) -> str:
