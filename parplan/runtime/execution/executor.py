@@ -136,14 +136,14 @@ class Executor:
 
     @cached_property
     def single_device(self) -> SingleDevice | None:
-        """The program prepared for the one device that runs it, without anything to move or to compute again, in a
-        process of its own; None where it is another one."""
+        """The program as one device of a process of its own runs it, where nothing has to be moved or computed again;
+        None of other programs."""
         program, steps = self.program, self.program.computes
         devices = {device for step in steps for device in step.grid.devices}
-        plain = all(isinstance(step, Compute) and step.unit is None for step in program.forward)
-        once = all(step.pass_number is None for step in steps) and not program.updates and not program.slices
-        nobody = type(self.recorder) is Recorder and isinstance(self.dispatch, Inline)  # is told, nor works beside
-        if self.transport.processes > 1 or len(devices) != 1 or not (plain and once and nobody):
+        moves = len(steps) < len(program.forward) or bool(program.slices) or len(devices) != 1
+        again = any(step.unit is not None or step.pass_number is not None for step in steps) or bool(program.updates)
+        watched = type(self.recorder) is not Recorder or not isinstance(self.dispatch, Inline)
+        if self.transport.processes > 1 or moves or again or watched:
             return None
         (device,) = devices
         special, calls = self._changing | self._statistics, list[_Call]()
