@@ -227,7 +227,7 @@ def compile(  # the name users know from torch.compile
         same_draws: True: processes seeded alike drop alike, as under DistributedDataParallel; else apart.
         plan, pins, rules and all behind it: as in `analyze`.
         threads: True: each logical device of this process has a thread; a function is called first there (its number).
-        check: "first", "always", "off": compared with the plain module; backend: "eager", "inductor" (docs/backends.md).
+        check: "first", "always", "off": compared with the plain module; backend: "eager", "inductor" (docs/backends.md)
         initialise, weights: of tensors on the meta device: a function of a module; saved ones (docs/sharded-state.md).
 
     Raises:

@@ -120,6 +120,9 @@ class Store:
             if device in transport.owned
             for state in step.states
         }
+        self._sections = any(wanted.sections for wanted in self._wanted.values())
+        named = {**self._buffers, **self.parameters}
+        self._lying = list({(w.name, w.where.place): named[w.name] for w in self._wanted.values()}.items())
 
     def _want(self, state: State, device: int) -> _Wanted:
         blocks = state.blocks[device]
@@ -202,6 +205,8 @@ class Store:
     @torch.no_grad()
     def refresh(self) -> None:
         """Make and bring up to date all copies, one message per memory and type; before any device starts."""
+        if not self._sections and all(tensor.device == place for (_, place), tensor in self._lying):
+            return  # as in most steps, which look at each tensor once
         pairs = [(device, wanted) for (_, device), wanted in self._wanted.items()]
         copied = [(d, wanted) for d, wanted in pairs if self._is_copied(wanted)]
         # Copies that travel in one message, by source, target and type.
