@@ -6,6 +6,7 @@ import copy
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from parplan.errors import BackendWarning, PlanError, RuntimeFailure
+from parplan.graph.layer_graph import Layer
+from parplan.plan import Strategy
 from parplan.runtime.module.compiled import Compiled
-from tests.runtime.helpers import Rule, compiled, spread
+from tests.runtime.helpers import Rule, compiled, planner, spread
 from tests.runtime.nets import mlp
+from tests.runtime.ranks import run_case
 
 WIDTH = 6  # of the perceptron's inputs
 
@@ -86,6 +90,36 @@ def test_shards_and_their_transfers_go_between_compiled_steps() -> None:
         model(x).square().sum().backward()
         outcomes.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(outcomes[1], outcomes[0], rtol=1e-4, atol=1e-5)
+
+
+def _gathered(layer: Layer) -> Strategy:
+    own = spread(2, "data")(layer)
+    return replace(own, state="gathered") if layer.parameters else own
+
+
+def _on_ranks(rank: int, ranks: int) -> None:
+    warnings.simplefilter("error", BackendWarning)
+    torch.manual_seed(0)
+    module = mlp(8).float()
+    torch.manual_seed(rank)
+    for rule in (spread(ranks, "data"), _gathered, spread(ranks, "hybrid")):
+        outcomes = []
+        x = torch.randn(4, WIDTH)
+        for backend in ("eager", "inductor"):
+            model = Compiled(copy.deepcopy(module), planner(rule, ranks), backend=backend)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            outcomes.append([*model.state_dict().values()])
+        torch.testing.assert_close(outcomes[1], outcomes[0], rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.full
+def test_ranks_compile_their_own_steps() -> None:
+    run_case(_on_ranks, 2)
 
 
 def pretended(monkeypatch: pytest.MonkeyPatch, compiler: Callable[[Any], Any]) -> None:
