@@ -256,7 +256,7 @@ def compile(  # the name users know from torch.compile
     compiled = Compiled(
         model, planner, devices=devices, output_device=output_device, dim=dim, batch_norm=batch_norm, scalars=scalars,
         inputs=inputs, same_draws=same_draws, threads=threads, check=check, backend=backend,
-        start=StartValues.of(model, initialise, weights),
+        start=StartValues.of(model, initialise, weights), alike=options.by_hand,
     )  # fmt: skip
     compiled.predict_times = lambda graph, plan: pricing().predicted(graph, plan).expected
     compiled.while_planning(progress)

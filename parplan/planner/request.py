@@ -111,6 +111,11 @@ class PlanOptions:
         named["pins"] = read_pins(named.get("pins"), with_plan=plan is not None)
         return PlanOptions(**named)
 
+    @property
+    def by_hand(self) -> Mapping[str, object]:
+        """The plan and the pins that are given, by name, as texts that processes compare."""
+        return {"plan": "none" if self.plan is None else self.plan.to_json(), "pins": self.pins or "none"}
+
     def request(self, **context: Any) -> PlanRequest:
         """The planner's request, with the fields that only a `PlanRequest` has."""
         return PlanRequest(**vars(self), **context)

@@ -433,7 +433,7 @@ class _StepWithLoss(torch.autograd.Function):
         own = own.to(torch.float64).reshape(())  # of one process a number of its own has one entry
         if transport.processes > 1:
             every = transport.gather_tensors("the gradient of the loss", own)
-            if any(bool(one != every[0]) for one in every):
+            if not all(torch.allclose(one, every[0], rtol=0, atol=0, equal_nan=True) for one in every):
                 told = ", ".join(f"{one.item():.6g}" for one in every)
                 raise RuntimeFailure(
                     f"processes multiply the loss by different numbers ({told}), which micro-batches that have gone "

@@ -7,7 +7,7 @@ every process brings its own samples and gets its own results, like `Distributed
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -59,6 +59,8 @@ from parplan.runtime.transport.rendezvous import RankAlone
 
 __all__ = ["Compiled"]
 
+ALIKE = ("batch_norm", "scalars", "inputs", "dim", "same_draws", "dropout")  # options that all processes give alike
+
 
 class Compiled(Wrapped):
     """`module`, run by the plan that `planner` makes for it.
@@ -85,6 +87,7 @@ class Compiled(Wrapped):
         check: "first" compares every new capture with the plain module before its first step, "always" every call,
             "off" nothing (runtime/self_check/check.py).
         start: gives tensors on the meta device their values; default: their modules' `reset_parameters()` do.
+        alike: texts, by name, that have to be the same in all processes.
 
     Attributes:
         program: that of the last call, for reading.
@@ -110,6 +113,7 @@ class Compiled(Wrapped):
         check: str = "first",
         backend: str = "eager",
         start: StartValues | None = None,
+        alike: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(module)
         options = Options.of(
@@ -125,7 +129,7 @@ class Compiled(Wrapped):
         self._given: dict[str, Any] = {
             "devices": devices, "output_device": output_device, "dim": dim, "batch_norm": batch_norm,
             "scalars": scalars, "inputs": inputs, "same_draws": same_draws, "dropout": dropout, "threads": threads,
-            "check": check, "backend": backend, "start": start,
+            "check": check, "backend": backend, "start": start, "alike": alike,
         }  # fmt: skip
         self._planner = planner
         self._transport = transport_for(devices, group)
@@ -137,7 +141,7 @@ class Compiled(Wrapped):
         self._self_check = SelfCheck(module, self._captures, self._transport, options, check)
         self._plain = PlainEvaluation(module, self._captures, self._transport, options, check == "always")
         if self._transport.processes > 1:
-            same_start(module, self._transport)
+            same_start(module, self._transport, {**(alike or {}), **{name: self._given[name] for name in ALIKE}})
         self._built = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile leaves this part as it is

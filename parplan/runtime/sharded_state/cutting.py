@@ -36,6 +36,7 @@ from parplan.runtime.sharded_state.outside_gradients import OutsideGradients
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, data_for
 from parplan.runtime.transport.base import Transport
 from parplan.runtime.transport.distributed import explained
+from parplan.runtime.transport.start_agreement import check_same_start
 
 __all__ = ["Sharding", "gathered", "same_start"]
 
@@ -44,11 +45,18 @@ CHUNK_BYTES = 64 << 20
 
 
 @torch.no_grad()
-def same_start(module: nn.Module, transport: Transport) -> None:
+def same_start(module: nn.Module, transport: Transport, given: Mapping[str, object] | None = None) -> None:
     """Give every rank the parameters and buffers of rank 0, as DistributedDataParallel does; blocks stay.
 
     From here on gradients from outside the compiled model are averaged over the ranks.
+
+    Args:
+        given: options and other facts, by name, that have to be the same on all ranks.
+
+    Raises:
+        RuntimeFailure: one of these, the model or a version is not.
     """
+    check_same_start(module, transport, given or {})
     everyone = range(transport.processes)
     # Those on the meta device have no values yet, and get the same in all ranks (runtime/programs/start_values.py).
     tensors = [

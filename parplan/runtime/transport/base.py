@@ -143,8 +143,8 @@ class Transport(ABC):
         """The numbers that every process passes here, by rank; all pass equally many."""
         return [numbers]
 
-    def gather_texts(self, text: str) -> list[str]:
-        """The text that every process passes here, by rank."""
+    def gather_texts(self, text: str, name: str = "exchanging findings of the self-check") -> list[str]:
+        """The text that every process passes here, by rank; an error says that this was `name`."""
         return [text]
 
     def gather_tensors(self, name: str, own: Tensor) -> list[Tensor]:

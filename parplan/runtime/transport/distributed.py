@@ -8,6 +8,7 @@ collective ends as a RuntimeFailure that names the step; the group's timeout bou
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +32,9 @@ __all__ = ["DistributedTransport", "explained"]
 LAG = 2
 """Calls of `free_earlier` after which what was sent is waited for: others are not held up by being a little behind."""
 
+# The place in gloo's own source, and its advice, around the reason of an error.
+_SOURCE = re.compile(r"^\[\S+\.(?:cc|cpp|h):\d+\] |\.? This is typically caused by .*$|\.$")
+
 
 @contextmanager
 def explained(what: str, rank: int) -> Iterator[None]:
@@ -38,7 +42,7 @@ def explained(what: str, rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = _SOURCE.sub("", next(iter(str(error).strip().splitlines()), type(error).__name__))
         raise RuntimeFailure(
             f"rank {rank}: {what} failed: {reason}; another rank has probably stopped or fallen behind, see its output"
         ) from error
@@ -299,10 +303,10 @@ class DistributedTransport(Transport):
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         return [tuple(entry.tolist()) for entry in self.gather_tensors("exchanging the numbers of samples", own)]
 
-    def gather_texts(self, text: str) -> list[str]:
-        """The text that every rank passes here, by rank."""
+    def gather_texts(self, text: str, name: str = "exchanging findings of the self-check") -> list[str]:
+        """As `Transport.gather_texts`."""
         found: list[Any] = [None] * self.processes
-        with explained("exchanging findings of the self-check", self.rank):
+        with explained(name, self.rank):
             dist.all_gather_object(found, text, group=self.process_group)
         return [str(entry) for entry in found]
 
