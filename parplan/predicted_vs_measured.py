@@ -166,6 +166,7 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
         overhead_s=step.overhead_s,
         step_s=step.step_s,
         spans=_spans(work, cluster, graph),
+        memory_bytes=step.memory_bytes,
     )
 
     layers = []

@@ -7,7 +7,7 @@ whatever the model, and nothing can wait in a circle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +18,20 @@ from parplan.errors import RuntimeFailure
 from parplan.runtime.compat import call_hooks_with_gradients_only, recomputed_once
 from parplan.runtime.execution.executor import Executor, SingleDevice
 from parplan.runtime.execution.run import Run
+from parplan.runtime.out_of_memory import is_out_of_memory
 
 __all__ = ["ProgramFunction", "run_program"]
 
 
-def run_program(executor: Executor, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """The program's results for the user's input values (by name); differentiable in inputs and parameters."""
+def run_program(
+    executor: Executor, inputs: Mapping[str, Tensor], explained: Callable[[RuntimeError], RuntimeError] | None = None
+) -> list[Tensor]:
+    """The program's results for the user's input values (by name); differentiable in inputs and parameters.
+
+    Args:
+        explained: gives the error to raise in the backward in place of one of an allocation; the backward of one device
+            alone is the caller's autograd's, whose errors are torch's.
+    """
     single = executor.single_device
     if single is not None and not any(tensor.device != single.place for tensor in single.tensors):
         return _run_single(executor, single, inputs)
@@ -38,7 +46,7 @@ def run_program(executor: Executor, inputs: Mapping[str, Tensor]) -> list[Tensor
         if executor.transport.processes > 1:
             run.aliases = executor.aliases()
             tensors[len(inputs) :] = run.aliases.tensors
-        results = ProgramFunction.apply(run, *tensors)  # type: ignore[no-untyped-call]
+        results = ProgramFunction.apply(run, explained, *tensors)  # type: ignore[no-untyped-call]
     run.end()
     return list(results)
 
@@ -62,9 +70,11 @@ class ProgramFunction(torch.autograd.Function):
     """A whole call of the compiled model as one node of the caller's graph."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, run: Run, explained: Callable[[RuntimeError], RuntimeError] | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """The results of a run for its inputs, which the parameters follow."""
-        ctx.run, ctx.given = run, [tensor for tensor in tensors if tensor.requires_grad]
+        ctx.run, ctx.explained, ctx.given = run, explained, [tensor for tensor in tensors if tensor.requires_grad]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(torch.empty(0))
         results = run.forward(list(tensors[: len(run.inputs)]), record=True)
@@ -92,14 +102,19 @@ class ProgramFunction(torch.autograd.Function):
         with torch.no_grad(), recomputed_once():
             # Under a checkpoint this computes the forward again: here, where all processes are, and not at the first
             # step that needs it, where others wait for what this one has yet to send.
-            _ = ctx.saved_tensors
-            found = ctx.run.backward(gradients)
+            try:
+                _ = ctx.saved_tensors
+                found = ctx.run.backward(gradients)
+            except RuntimeError as error:
+                if ctx.explained is not None and is_out_of_memory(error):
+                    raise ctx.explained(error) from error
+                raise
         if differentiable:
             # What comes in may be a constant (1, for a sum); the results depend on inputs and parameters all the same,
             # which autograd has to find whichever of them it is asked for.
             once = _OnceDifferentiable.apply
             found = [None if one is None else once(one, *ctx.given) for one in found]  # type: ignore[no-untyped-call]
-        return (None, *found)
+        return (None, None, *found)
 
 
 class _OnceDifferentiable(torch.autograd.Function):

@@ -50,6 +50,7 @@ class Expected:
         overhead_s: the runtime's own time.
         step_s: the whole step.
         spans: the predicted step over time, device by device; none where it is not simulated.
+        memory_bytes: peak of every logical device.
     """
 
     layers: Mapping[str, ExpectedLayer] = field(default_factory=dict)
@@ -60,3 +61,4 @@ class Expected:
     overhead_s: float = 0.0
     step_s: float = 0.0
     spans: tuple[TraceSpan, ...] = field(default=(), repr=False, compare=False)
+    memory_bytes: tuple[int, ...] = ()

@@ -45,6 +45,7 @@ from parplan.runtime.module.train_step import (
     sample_axes,
 )
 from parplan.runtime.module.wrapper import Wrapped
+from parplan.runtime.out_of_memory import StepMemory, is_out_of_memory
 from parplan.runtime.preserve_state import preserved_generators, preserved_modes
 from parplan.runtime.programs.captures import Captures, Planner
 from parplan.runtime.programs.planned_memory import warn_of_whole_batch
@@ -161,6 +162,10 @@ class Compiled(Wrapped):
             return self._follow(call)
         except RankAlone as alone:
             return self._plain.run_alone(call, args, kwargs, alone)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise self._explained(error) from error
+            raise
 
     def plain(self) -> nn.Module:
         """A plain copy of the module with whole weights: for export, evaluation by one rank, generation.
@@ -198,13 +203,18 @@ class Compiled(Wrapped):
         check_training(self.module, loss_fn, optimizer)
         args, kwargs = arguments(inputs)
         call = ModelCall.of(args, kwargs, self._dim)
-        loss = self._train_in_parts(call, targets, loss_fn, optimizer)
-        if loss is not None:
-            return loss
-        optimizer.zero_grad()
-        loss = checked_loss(loss_fn(self(*args, **kwargs), targets))
-        loss.backward()
-        optimizer.step()
+        try:
+            loss = self._train_in_parts(call, targets, loss_fn, optimizer)
+            if loss is not None:
+                return loss
+            optimizer.zero_grad()
+            loss = checked_loss(loss_fn(self(*args, **kwargs), targets))
+            loss.backward()
+            optimizer.step()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise self._explained(error) from error
+            raise
         return loss.detach()
 
     def _train_in_parts(
@@ -258,7 +268,7 @@ class Compiled(Wrapped):
             executor = self._ready(call, captured)
             executor = executor if recorder is None else recorder.executor(executor)
             self._begins(graph)
-            results = run_program(executor, inputs)
+            results = run_program(executor, inputs, self._explained)
         end_forward(self.module, graph)
         assert self.program is not None  # set with the executor
         return self._nested(graph, self.program, results, call)
@@ -371,11 +381,6 @@ class Compiled(Wrapped):
         return self._captures.plan
 
     @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The group of processes that run the model together; None for the default group, or for one process."""
-        return self._transport.process_group
-
-    @property
     def checked(self) -> tuple[CheckRecord, ...]:
         """The findings of the comparisons with the plain module; under `check="always"` the last call's."""
         return tuple(self._self_check.records)
@@ -390,10 +395,9 @@ class Compiled(Wrapped):
         """The logical device where inputs arrive, where one process runs several physical ones; None elsewhere."""
         return self._programs.home
 
-    @property
-    def device(self) -> torch.device:
-        """The physical device of the first logical device of this process."""
-        return self._transport.physical(self._transport.owned[0])
+    def _explained(self, error: RuntimeError) -> RuntimeError:
+        """An error of an allocation in a step, with the figures of the plan."""
+        return StepMemory(self.graph, self.plan, self._batch, self._transport, self.predict_times).explained(error)
 
     def _begins(self, graph: LayerGraph) -> None:
         """Count a forward before it runs, as layers do, for a checkpoint may end one early."""
@@ -444,10 +448,3 @@ class Compiled(Wrapped):
         twin._captures.plan, twin._captures.planned = self.plan, self._captures.planned
         twin.predict_times, twin.report = self.predict_times, self.report
         return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: a compiled model is saved as its state and its plan."""
-        raise RuntimeFailure(
-            "a compiled model is not pickled; save model.state_dict() and model.plan.to_json(), and compile with "
-            "plan=... when it is loaded"
-        )

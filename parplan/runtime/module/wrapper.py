@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -203,6 +205,23 @@ class Wrapped(nn.Module):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group of processes that run the model together; None for the default group, or for one process."""
+        return self._transport.process_group
+
+    @property
+    def device(self) -> torch.device:
+        """The physical device of the first logical device of this process."""
+        return self._transport.physical(self._transport.owned[0])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a compiled model is saved as its state and its plan."""
+        raise RuntimeFailure(
+            "a compiled model is not pickled; save model.state_dict() and model.plan.to_json(), and compile with "
+            "plan=... when it is loaded"
+        )
 
     def __repr__(self) -> str:
         """The module's text, as that of a compiled one."""
