@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from parplan.runtime.data import PlanSampler, shard_dataset
     from parplan.runtime.module.checkpoints import load_checkpoint, save_checkpoint
     from parplan.runtime.module.data_parallel import data_parallel
+    from parplan.runtime.module.save_on_signal import save_on_signal
 
 __all__ = [
     "Cluster", "ParplanError", "Plan", "PlanSampler", "__version__", "analyze", "compile", "data_parallel",
-    "load_checkpoint", "save_checkpoint", "shard_dataset", "verify", "whole",
+    "load_checkpoint", "save_checkpoint", "save_on_signal", "shard_dataset", "verify", "whole",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _HOMES = {
     "data_parallel": "parplan.runtime.module.data_parallel",
     "load_checkpoint": "parplan.runtime.module.checkpoints",
     "save_checkpoint": "parplan.runtime.module.checkpoints",
+    "save_on_signal": "parplan.runtime.module.save_on_signal",
     "shard_dataset": "parplan.runtime.data",
     "verify": "parplan.api",
     "whole": "parplan.graph.user_code.module_hooks",

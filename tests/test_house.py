@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 PUBLIC = (
     "Cluster", "ParplanError", "Plan", "PlanSampler", "__version__", "analyze", "compile", "data_parallel",
-    "load_checkpoint", "save_checkpoint", "shard_dataset", "verify", "whole",
+    "load_checkpoint", "save_checkpoint", "save_on_signal", "shard_dataset", "verify", "whole",
 )  # fmt: skip
 
 README_COMMANDS = (

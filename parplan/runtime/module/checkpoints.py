@@ -21,7 +21,7 @@ from parplan.files import replacing
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.distributed import explained
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["PathLike", "group_of", "load_checkpoint", "save_checkpoint"]
 
 MARK = b"\nparplan checkpoint 1 sha256 "
 TRAILER_BYTES = len(MARK) + 2 * hashlib.sha256().digest_size + 1
@@ -96,6 +96,13 @@ def load_checkpoint(path: PathLike, /, **parts: Any) -> dict[str, Any]:
     return states
 
 
+def group_of(parts: Iterable[Any]) -> tuple[bool, dist.ProcessGroup | None]:
+    """Whether several processes save `parts` together, and their group; None for the default one."""
+    groups = [part.process_group for part in parts if isinstance(part, Compiled)]
+    group = groups[0] if groups else None
+    return group is not None or (dist.is_available() and dist.is_initialized()), group
+
+
 class _Ranks:
     """The processes that save or load together.
 
@@ -104,9 +111,7 @@ class _Ranks:
     """
 
     def __init__(self, parts: Iterable[Any]) -> None:
-        groups = [part.process_group for part in parts if isinstance(part, Compiled)]
-        self._group = groups[0] if groups else None
-        self._several = self._group is not None or (dist.is_available() and dist.is_initialized())
+        self._several, self._group = group_of(parts)
         self.own = dist.get_rank(self._group) if self._several else 0
 
     def raise_any(self, step: str, trouble: str, digest: str = "") -> None:
