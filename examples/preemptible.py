@@ -1,12 +1,14 @@
 """Training that may be preempted or lose a process: it goes on from its last checkpoint, on as many processes as start.
 
-    torchrun --nproc-per-node 4 --max-restarts 3 examples/preemptible.py --checkpoint run.pt
-    torchrun --nproc-per-node 2 examples/preemptible.py --checkpoint run.pt    # goes on, by a plan for two
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/preemptible.py --checkpoint run.pt
+    torchrun --standalone --nproc-per-node 2 examples/preemptible.py --checkpoint run.pt  # goes on, by a plan for two
 
-When a process dies, torchrun ends the others and starts all of them again. On SIGTERM, which a scheduler sends before
-it takes the machine away and torchrun hands on to its processes, all save at the end of the same step and exit. Batches
-are drawn by the number of the step, so that every start brings the same ones, and losses are those of a training that
-was never stopped.
+When a process dies, torchrun ends the others and starts all of them again; without the variable they may find addresses
+of processes that are gone, and fail again or wait (https://github.com/pytorch/pytorch/issues/135712). On SIGTERM, which
+a scheduler sends before it takes the machine away and torchrun hands on to its processes, all save at the end of the
+same step and exit. Batches are drawn by the number of the step, so that every start brings the same ones, and losses
+are those of a training that was never stopped.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ class Job:
             "OMP_NUM_THREADS": "1",
         }
         root = str(Path(__file__).resolve().parents[2])
-        self._environment = {**os.environ, **told, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo"}
+        place = {"PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self._environment = {**os.environ, **told, **place}
 
     @contextmanager
     def started(self, steps: int = STEPS) -> Iterator[subprocess.Popen[str]]:

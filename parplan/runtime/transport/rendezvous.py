@@ -171,7 +171,7 @@ class Rendezvous:
             again = away == self._missing and own.what == self._missed_in
             if limit is not None and now - heard > (limit * _AGAIN**self._misses if again else limit):
                 self._missing, self._missed_in, self._misses = away, own.what, self._misses + 1 if again else 1
-                told += f", and has given no sign for {limit:g} s ({RANK_WAIT} sets how long)"
+                told += f", and has given no sign for {limit:g} s: it may have stopped ({RANK_WAIT} sets how long)"
                 return self._settle(own, found, told)
             if now - began > latest:
                 return self._settle(own, found, f"{told}, and has not come within {latest:g} s")
