@@ -7,9 +7,27 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["TorchProgram"]
+__all__ = ["FIND_DEVICE", "RECOMPUTE", "TorchProgram", "code", "listed"]
 
 _LINE = 100
+
+FIND_DEVICE = (
+    '    kind = "cpu"',
+    "    if torch.accelerator.is_available():",
+    "        kind = torch.accelerator.current_accelerator().type",
+    '        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))',
+)
+RECOMPUTE = (
+    "", "",
+    "def recompute(module: nn.Module) -> None:",
+    '    """Compute what the backward needs of a module again instead of keeping it."""',
+    "    forward = module.forward",
+    "",
+    "    def again(*args, **kwargs):",
+    "        return checkpoint(forward, *args, use_reentrant=False, **kwargs)",
+    "",
+    "    module.forward = again",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,7 +70,8 @@ class TorchProgram:
         """The program."""
         return "\n".join([*self._head(), *self._imports(), *self._parallelize(), *self._train_step()]) + "\n"
 
-    def _head(self) -> list[str]:
+    def _use(self) -> str:
+        """How to run it."""
         copies = f"{self.data} copies of the model" if self.data > 1 else "One copy of the model"
         if self.tensor > 1:
             each = ", each" if self.data > 1 else ""
@@ -60,14 +79,16 @@ class TorchProgram:
         part = "Every process takes the whole batch."
         if self.data > 1:
             part = f"Of {self.data} equal parts of a batch, a process takes number mesh['data'].get_local_rank()."
+        return (
+            f"Run it in {self.devices} processes, such as `torchrun --nproc-per-node {self.devices}` starts, with "
+            f"`mesh, model = parallelize(model)` before the optimizer is made. {copies}. {part}"
+        )
+
+    def _head(self) -> list[str]:
         lines = [
             f'"""The plan of parplan for {self.model} on {self.devices} devices, with PyTorch alone.',
             "",
-            *textwrap.wrap(
-                f"Run it in {self.devices} processes, such as `torchrun --nproc-per-node {self.devices}` starts, with "
-                f"`mesh, model = parallelize(model)` before the optimizer is made. {copies}. {part}",
-                _LINE,
-            ),
+            *textwrap.wrap(self._use(), _LINE),
         ]
         if self.otherwise:
             lines += ["", "Otherwise than in the plan:"]
@@ -98,10 +119,7 @@ class TorchProgram:
             "", "",
             "def parallelize(model: nn.Module) -> tuple[DeviceMesh, nn.Module]:",
             '    """The devices, and the model as the plan runs it."""',
-            '    kind = "cpu"',
-            "    if torch.accelerator.is_available():",
-            "        kind = torch.accelerator.current_accelerator().type",
-            '        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))',
+            *FIND_DEVICE,
             f'    mesh = init_device_mesh(kind, {shape}, mesh_dim_names=("data", "tensor"))',
             "    model = model.to(kind)",
         ]  # fmt: skip
@@ -113,29 +131,19 @@ class TorchProgram:
                 "        model = nn.SyncBatchNorm.convert_sync_batchnorm(model, mesh[\"data\"].get_group())",
             ]  # fmt: skip
         if self.replayed:
-            lines += ["    for name in (", *_listed(map(_code, self.replayed), 8), "    ):"]
+            lines += ["    for name in (", *listed(map(code, self.replayed), 8), "    ):"]
             lines += ["        recompute(model.get_submodule(name))"]
         if self.styles:
             lines += [
                 "    styles = {",
-                *(f"        {_code(name)}: {style}," for name, style in self.styles.items()),
+                *(f"        {code(name)}: {style}," for name, style in self.styles.items()),
                 "    }",
             ]
             lines += ['    model = parallelize_module(model, mesh["tensor"], styles)']
         lines += self._spread()
         lines.append("    return mesh, model")
         if self.replayed:
-            lines += [
-                "", "",
-                "def recompute(module: nn.Module) -> None:",
-                '    """Compute what the backward needs of a module again instead of keeping it."""',
-                "    forward = module.forward",
-                "",
-                "    def again(*args, **kwargs):",
-                "        return checkpoint(forward, *args, use_reentrant=False, **kwargs)",
-                "",
-                "    module.forward = again",
-            ]  # fmt: skip
+            lines += RECOMPUTE
         return lines
 
     def _spread(self) -> list[str]:
@@ -146,8 +154,8 @@ class TorchProgram:
             )
         lines = list[str]()
         for freed in dict.fromkeys(freed for _, freed in self.slices):
-            groups = [_code(names) for names, own in self.slices if own == freed]
-            lines += ["    for names in (", *_listed(groups, 8), "    ):"]
+            groups = [code(names) for names, own in self.slices if own == freed]
+            lines += ["    for names in (", *listed(groups, 8), "    ):"]
             lines += ["        together = [model.get_submodule(name) for name in names]"]
             lines += [f'        fully_shard(together, mesh=mesh["data"], reshard_after_forward={freed})']
         return [*lines, '    fully_shard(model, mesh=mesh["data"], reshard_after_forward=False)']
@@ -178,12 +186,13 @@ class TorchProgram:
         ]  # fmt: skip
 
 
-def _code(names: str | tuple[str, ...]) -> str:
+def code(names: str | tuple[str, ...]) -> str:
     """A name, or a tuple of names, as Python code."""
     if isinstance(names, str):
         return json.dumps(names)
     return f"({', '.join(map(json.dumps, names))}{',' * (len(names) == 1)})"
 
 
-def _listed(words: Iterable[str], indent: int) -> list[str]:
+def listed(words: Iterable[str], indent: int) -> list[str]:
+    """Words as lines of a tuple."""
     return [f"{' ' * indent}{word}," for word in words]

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from parplan.errors import ParplanError, PlanError
+from parplan.errors import ParplanError
+from parplan.export.pipeline_stages import Stages, find_stages
+from parplan.export.pipeline_text import PipelineProgram
 from parplan.export.program_text import TorchProgram
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
@@ -39,22 +41,22 @@ def torch_program(
         args, kwargs: that it was captured with.
 
     Raises:
-        ParplanError: the plan is for another model or breaks a rule, or has pipeline stages.
+        ParplanError: the plan is for another model or breaks a rule, or torch cannot express its pipeline stages.
     """
     check(plan, graph)
-    if plan.schedule != SCHEDULES[0]:
-        raise PlanError(
-            f"the plan has pipeline stages (schedule {plan.schedule}), whose program would be another training loop; "
-            "export a plan without them (parplan analyze --stages 1)"
-        )
-    return _Translation(graph, plan, module, (args, kwargs)).program()
+    inputs = (args, kwargs or {})
+    stages = find_stages(graph, plan, module, inputs) if plan.schedule != SCHEDULES[0] else None
+    return _Translation(graph, plan, module, inputs, stages).program()
 
 
 class _Translation:
     """The search for what torch has for each layer's strategy."""
 
-    def __init__(self, graph: LayerGraph, plan: Plan, module: nn.Module, inputs: tuple[Any, Any]) -> None:
-        self._graph, self._plan, self._module, self._inputs = graph, plan, module, inputs
+    def __init__(
+        self, graph: LayerGraph, plan: Plan, module: nn.Module, inputs: tuple[Any, Any], stages: Stages | None
+    ) -> None:
+        self._graph, self._plan, self._module, self._inputs, self._stages = graph, plan, module, inputs, stages
+        self._devices = len(stages.groups[0]) if stages else plan.devices  # that a layer may be on
         self._paths = dict.fromkeys(name for name, _ in module.named_modules())
         self._otherwise: dict[str, list[str]] = {}  # layers, by what is said of them
         # By work: where most of it is on copies, two large layers in shards are better whole in each.
@@ -80,17 +82,18 @@ class _Translation:
         spread_statistics = any(
             layer.mixes_batch and plan.layers[name].replicas > 1 for name, layer in graph.layers.items()
         )
-        return TorchProgram(
+        parts = (
             plan.model, plan.devices, self._tensor, styles, slices, replayed, plan.micro_batches, spread_statistics,
             sentences,
         )  # fmt: skip
+        return PipelineProgram(*parts, self._stages) if self._stages else TorchProgram(*parts)
 
     def _say(self, what: str, *layers: str) -> None:
         self._otherwise.setdefault(what, []).extend(layers)
 
     def _has_style(self, layer: Layer, own: Strategy) -> bool:
         """Whether torch has a style for a layer: a linear one of its own weights, cut over all devices of each copy."""
-        if own.shards == 1 or own.axis not in _STYLES or own.shards * own.replicas != self._plan.devices:
+        if own.shards == 1 or own.axis not in _STYLES or own.shards * own.replicas != self._devices:
             return False
         axis = layer.axis(own.axis)
         plain = layer.name in self._paths and type(self._module.get_submodule(layer.name)) is nn.Linear
@@ -219,7 +222,9 @@ class _Translation:
                 paths = dict.fromkeys(
                     graph.parameters[p].rpartition(".")[0] for name in own for p in graph.layers[name].parameters
                 )
-                modules = tuple(path for path in paths if path not in taken and path in alone)
+                # In stages a module that is called twice is two modules.
+                again = {path for path in paths if self._stages and f"{path}@1" in graph.layers}
+                modules = tuple(path for path in paths if path not in taken and path in alone and path not in again)
                 taken.update(paths)
                 found += [(modules, state == STATES[2])] if modules else []
         if found:
@@ -242,7 +247,9 @@ class _Translation:
         replayed = {name: None for name in self._graph.layers if layers[name].saved == SAVED[1]}
         for path in self._paths if replayed else ():
             inside = [name for name in self._graph.layers if path and _is_in(name, path)]
-            if len(inside) > 1 and replayed.keys() >= set(inside) and not any(_is_in(path, other) for other in found):
+            if len(inside) < 2 or not replayed.keys() >= set(inside) or any(_is_in(path, other) for other in found):
+                continue
+            if self._stages is None or len({self._stages.of[name] for name in inside}) == 1:
                 found.append(path)
         left = [name for name in replayed if not any(_is_in(name, path) for path in found)]
         if left:
@@ -258,9 +265,9 @@ class _Translation:
                 continue
             if own.shards > 1:
                 self._say(f"{own.shards} shards of {own.axis} in the plan, here whole in every process", name)
-            elif own.replicas < self._plan.devices // self._tensor:
-                self._say(f"{own.replicas} of {self._plan.devices} devices in the plan, here all", name)
-            elif own.replicas * self._tensor > self._plan.devices and _products(self._graph, layer):
+            elif own.replicas < self._devices // self._tensor:
+                self._say(f"{own.replicas} of {self._devices} devices in the plan, here all", name)
+            elif own.replicas * self._tensor > self._devices and _products(self._graph, layer):
                 self._say("samples over all devices in the plan, here those of a copy compute alike", name)
             if own.update_period is not None:
                 self._say(f"updated every {own.update_period} passes in the plan, here once per step", name)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from examples import alexnet, gpt2, resnet50
-from parplan.errors import PlanError
 from parplan.export.program_text import TorchProgram
 from parplan.export.torch_program import torch_program
 from parplan.graph.capture.capture import capture
@@ -270,9 +269,11 @@ def test_most_of_the_work_decides_between_copies_and_shards() -> None:
     assert any("2 shards of " in sentence for sentence in found.otherwise)
 
 
-def test_stages_are_refused() -> None:
+def test_a_schedule_of_one_group_of_devices_is_gradient_accumulation() -> None:
+    """Without stages, 1f1b is one micro-batch after another."""
     module, args = decoder()
     graph = capture(module, args)
-    plan = replace(planner(spread(2, "data"), 2)(graph), micro_batches=2, schedule="1f1b")
-    with pytest.raises(PlanError, match=r"pipeline stages .* --stages 1"):
-        torch_program(graph, plan, module, args)
+    plan = replace(planner(spread(2, "data"), 2)(graph), micro_batches=2)
+    assert torch_program(graph, replace(plan, schedule="1f1b"), module, args) == torch_program(
+        graph, plan, module, args
+    )

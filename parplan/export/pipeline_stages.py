@@ -1,0 +1,263 @@
+"""Pipeline stages of a plan as cuts of `torch.distributed.pipelining.pipeline`, which traces a model and splits it.
+
+torch cuts the order in which a model runs, where a module begins or ends, and hands values from a stage to the next one
+alone. A plan that needs more is refused by layer. Its cuts are tried on a copy of the model: each parameter has to be
+in its stage of the plan.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.pipelining import SplitPoint, pipeline
+
+from parplan.errors import PlanError
+from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.pipeline.stages import StageNumbers, stage_numbers
+from parplan.plan import Plan
+
+__all__ = ["Stages", "find_stages"]
+
+BEGINNING, END = "BEGINNING", "END"
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a program.
+
+    Args:
+        groups: devices of each group, which are copies of its stages; stage k is on group k modulo the groups.
+        of: stage per layer, as it runs.
+        cuts: for each stage but the first, the module where it begins: at its "BEGINNING", or behind its "END".
+        schedule: torch's class.
+        tied: parameters that modules of several stages share: the stage of each of their names.
+        inputs: of the model.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    of: Mapping[str, int]
+    cuts: Mapping[str, str]
+    schedule: str
+    tied: Sequence[Mapping[str, int]]
+    inputs: int
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.cuts) + 1
+
+
+def find_stages(graph: LayerGraph, plan: Plan, module: nn.Module, inputs: tuple[Any, Any]) -> Stages | None:
+    """The stages of a plan with a schedule; None where all its layers are on one group of devices.
+
+    Raises:
+        PlanError: torch's pipelining cannot express them.
+    """
+    numbers = stage_numbers(graph, plan.layers)
+    if numbers.count == 1:
+        return None
+    _check_groups(plan, numbers)
+    order = sorted(node for layer in graph.layers.values() for node in layer.nodes)
+    bounds = _bounds(graph, numbers, {node: place for place, node in enumerate(order)})
+    cuts = _cuts(graph, order, bounds)
+    ends = [after for _, after in bounds]
+    makes = {node.name: sum(place >= end for end in ends) for place, node in enumerate(order)}
+    of = {name: max(makes[node.name] for node in layer.nodes) for name, layer in graph.layers.items()}
+    _check_values(graph, order, makes, numbers.count)
+    args = _micro_batch(graph, plan, inputs, len(numbers.groups[0]))
+    found = Stages(numbers.groups, of, cuts, _schedule(plan, numbers), _tied(graph, module, of), len(args))
+    _check_split(graph, found, module, args)
+    return found
+
+
+def _check_groups(plan: Plan, numbers: StageNumbers) -> None:
+    """Refuse what torch's stages have no form for, of equally many devices each."""
+    sizes = {len(group) for group in numbers.groups}
+    if len(sizes) > 1 or sum(map(len, numbers.groups)) < plan.devices:
+        told = ", ".join(str(len(group)) for group in numbers.groups)
+        raise PlanError(
+            f"the plan's stages have {told} of {plan.devices} devices; torch's have equally many and all of them: "
+            "plan with a number of stages that divides the devices (parplan analyze --stages)"
+        )
+    for name, own in plan.layers.items():
+        if own.shards > 1:
+            raise PlanError(
+                f"{name}: {own.shards} shards of {own.axis} in a plan with pipeline stages, whose program has whole "
+                "layers in each stage; give the layer replicas instead, or export a plan without stages "
+                "(parplan analyze --stages 1)"
+            )
+
+
+def _schedule(plan: Plan, numbers: StageNumbers) -> str:
+    """torch's name for the plan's order: with several stages per group, 1f1b is interleaved if they divide evenly."""
+    groups, forward_first = len(numbers.groups), plan.schedule == "gpipe"
+    if numbers.count == groups:
+        return "ScheduleGPipe" if forward_first else "Schedule1F1B"
+    return "ScheduleLoopedBFS" if forward_first or plan.micro_batches % groups else "ScheduleInterleaved1F1B"
+
+
+def _bounds(graph: LayerGraph, numbers: StageNumbers, place: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
+    """For each stage but the first, the last op in front of it and its first one, by place in the forward.
+
+    Ops without weights that no sample reaches (positions, masks) may be in either.
+    """
+    counted = {name: layer for name, layer in graph.layers.items() if layer.parameters or not layer.constant}
+    if missing := set(range(numbers.count)) - {numbers.of[name] for name in counted}:
+        raise PlanError(
+            f"stage {min(missing)} of {numbers.count} has no layer in the plan, as layers go back to an earlier group "
+            "of devices; torch's pipeline has as many stages on every group: give every group one more, or one less"
+        )
+    found = []
+    for stage in range(1, numbers.count):
+        before = max((max(layer.nodes), name) for name, layer in counted.items() if numbers.of[name] < stage)
+        after = min((min(layer.nodes), name) for name, layer in counted.items() if numbers.of[name] >= stage)
+        if after[0] < before[0]:
+            raise PlanError(
+                f"{after[1]}: it is in stage {numbers.of[after[1]]} and runs before {before[1]}, of stage "
+                f"{numbers.of[before[1]]}; torch cuts a model in the order in which it runs: put {after[1]} into stage "
+                f"{numbers.of[before[1]]}, or {before[1]} into stage {numbers.of[after[1]]}"
+            )
+        found.append((place[before[0]], place[after[0]]))
+    return found
+
+
+def _cuts(graph: LayerGraph, order: Sequence[fx.Node], bounds: Sequence[tuple[int, int]]) -> dict[str, str]:
+    """The module at whose beginning or end each stage begins: the largest one that is called once."""
+    calls, places = defaultdict[str, set[str]](set), defaultdict[str, list[int]](list)
+    for place, node in enumerate(order):
+        for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+            path = str(path).partition("@")[0]
+            calls[path].add(key)
+            places[path].append(place)
+    once = sorted((path for path in calls if path and len(calls[path]) == 1), key=lambda path: path.count("."))
+    found = dict[str, str]()
+    for stage, (before, after) in enumerate(bounds, 1):
+        begun = [path for path in once if before < places[path][0] <= after and path not in found]
+        ended = [path for path in once if before <= places[path][-1] < after and path not in found]
+        if not begun and not ended:
+            ahead, behind = (
+                next(name for name, layer in graph.layers.items() if order[place] in layer.nodes)
+                for place in (before, after)
+            )
+            raise PlanError(
+                f"{behind}: stage {stage} begins there, and no module that is called once begins with it or ends in "
+                f"front of it, which is where torch cuts a model; give {ahead} and {behind} the same devices, or make "
+                "one of them a module of its own"
+            )
+        found[(begun or ended)[0]] = BEGINNING if begun else END
+    return found
+
+
+def _check_values(graph: LayerGraph, order: Sequence[fx.Node], makes: Mapping[str, int], count: int) -> None:
+    """Refuse values that go elsewhere than from a stage to the next one."""
+    readers = {node.name: name for name, layer in graph.layers.items() for node in layer.nodes}
+    for node in order:
+        stage = makes[node.name]
+        for source in node.all_input_nodes:
+            reader = readers[node.name]
+            if source.name in graph.user_inputs and stage:
+                raise PlanError(
+                    f"{reader}: it reads input {source.name} in stage {stage}, and torch's pipeline gives inputs to "
+                    "the first stage alone; put it into stage 0, or leave the loss out of the model"
+                )
+            if source.name in makes and stage - makes[source.name] > 1:
+                raise PlanError(
+                    f"{reader}: in stage {stage} it reads a result of {readers[source.name]}, of stage "
+                    f"{makes[source.name]}; torch's pipeline hands values to the next stage alone: put both into "
+                    "stages that follow each other, or plan with fewer stages (parplan analyze --stages)"
+                )
+    for value in graph.results:
+        if makes.get(value, count - 1) < count - 1:
+            raise PlanError(
+                f"{readers[value]}: the model returns its result, made in stage {makes[value]}; torch's pipeline "
+                "returns those of the last stage alone: return nothing else, or plan with fewer stages"
+            )
+    if graph.out_spec.type not in (None, tuple):
+        raise PlanError(
+            f"{graph.model} returns a {graph.out_spec.type.__name__}; torch's pipeline returns tensors: return one, or "
+            "a tuple of them"
+        )
+
+
+def _micro_batch(graph: LayerGraph, plan: Plan, inputs: tuple[Any, Any], copies: int) -> tuple[torch.Tensor, ...]:
+    """The arguments of the first micro-batch of a copy."""
+    args, kwargs = inputs
+    if kwargs or not all(isinstance(one, torch.Tensor) for one in args):
+        raise PlanError(
+            f"{graph.model} is called with {'keyword arguments' if kwargs else 'arguments that are no tensors'}; a "
+            "program with pipeline stages has tensors in order: wrap the model in a module that takes those alone"
+        )
+    samples = max(1, plan.batch // copies // plan.micro_batches)
+    for name in graph.user_inputs:
+        if name is None or graph.batch_dims.get(name) != 0:
+            raise PlanError(
+                f"input {name} of {graph.model} has no samples along its first dimension, where torch cuts "
+                "micro-batches; make it a buffer, or move the samples there"
+            )
+    return tuple(one[:samples] for one in args)
+
+
+def _tied(graph: LayerGraph, module: nn.Module, of: Mapping[str, int]) -> list[dict[str, int]]:
+    """Parameters of several stages: of each of their names the stage of its module.
+
+    torch 2.15 leaves one of them unused in the other's stage, and sums no gradients.
+    """
+    found = []
+    for placeholder, name in graph.parameters.items():
+        users = {user: of[user] for user in graph.users[placeholder]}
+        if len(set(users.values())) == 1:
+            continue
+        same = _names(module, name)
+        stages = dict[str, int]()
+        for one in same:
+            path = one.rpartition(".")[0]
+            inside = {stage for user, stage in users.items() if user.partition("@")[0] == path}
+            if len(inside) == 1:
+                stages[one] = inside.pop()
+        if set(stages.values()) != set(users.values()) or len(stages) < len(same):
+            told = ", ".join(f"{user} (stage {stage})" for user, stage in users.items())
+            raise PlanError(
+                f"{name}: it is used by {told}; torch splits parameters by module: give each stage a module of its own "
+                "that has the parameter, or all of these layers the same devices"
+            )
+        found.append(stages)
+    return found
+
+
+def _names(module: nn.Module, name: str) -> list[str]:
+    """All names of a parameter."""
+    own = module.get_parameter(name)
+    return [other for other, parameter in module.named_parameters(remove_duplicate=False) if parameter is own]
+
+
+def _check_split(graph: LayerGraph, stages: Stages, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    """Let torch split a copy of the model, and compare where its parameters are."""
+    own = copy.deepcopy(module)
+    for name in (name for names in stages.tied for name in names):
+        path, _, leaf = name.rpartition(".")
+        setattr(own.get_submodule(path), leaf, nn.Parameter(own.get_parameter(name).detach().clone()))
+    cuts = {path: SplitPoint[where] for path, where in stages.cuts.items()}
+    try:
+        pipe = pipeline(own, args, split_spec=cuts)
+    except RuntimeError as error:
+        raise PlanError(
+            f"torch cannot split {graph.model} into stages: {error}; export a plan without them "
+            "(parplan analyze --stages 1)"
+        ) from error
+    held = [{name for name, _ in pipe.get_stage_module(k).named_parameters()} for k in range(pipe.num_stages)]
+    apart = {name: stage for names in stages.tied for name, stage in names.items()}
+    for placeholder, name in graph.parameters.items():
+        for user in graph.users.get(placeholder, ()):
+            here = [other for other in _names(module, name) if apart.get(other, stages.of[user]) == stages.of[user]]
+            if len(held) != stages.count or held[stages.of[user]].isdisjoint(here):
+                raise PlanError(
+                    f"{name}: the plan has it in stage {stages.of[user]} of {stages.count}, and torch's split of "
+                    f"{graph.model} into {len(held)} has not; export a plan without stages "
+                    "(parplan analyze --stages 1)"
+                )
