@@ -110,8 +110,9 @@ def _bounds(graph: LayerGraph, numbers: StageNumbers, place: Mapping[fx.Node, in
     counted = {name: layer for name, layer in graph.layers.items() if layer.parameters or not layer.constant}
     if missing := set(range(numbers.count)) - {numbers.of[name] for name in counted}:
         raise PlanError(
-            f"stage {min(missing)} of {numbers.count} has no layer in the plan, as layers go back to an earlier group "
-            "of devices; torch's pipeline has as many stages on every group: give every group one more, or one less"
+            f"stage {min(missing)} of {numbers.count} has no layer in the plan, whose layers go back to the devices of "
+            f"stage 0; torch's pipeline has equally many stages on each of {len(numbers.groups)} groups of devices: "
+            f"give layers to devices {list(numbers.groups[min(missing) % len(numbers.groups)])} there too"
         )
     found = []
     for stage in range(1, numbers.count):

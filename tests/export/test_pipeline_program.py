@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from parplan.errors import PlanError
+from parplan.export.pipeline_text import PipelineProgram
 from parplan.export.torch_program import torch_program
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
@@ -113,6 +116,26 @@ def rotated() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Rotated(), (torch.randn(8, 6), torch.rand(8, 1))
 
 
+class Masked(nn.Module):
+    """Tokens, whose mask the second half reads, and an embedding that is not trained."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.embed, self.first, self.second = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        for one in (self.embed, self.first) if frozen else (self.embed,):
+            one.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        absent, counts = tokens == 0, tokens + 1
+        x = self.second(self.first(self.embed(tokens)).tanh())
+        return x.masked_fill(absent[..., None], 0.5) * counts[..., None]
+
+
+def masked(frozen: bool = False) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return Masked(frozen), (torch.randint(0, 7, (8, 5)),)
+
+
 IN_TWO, IN_FOUR = ("h.1.ln1",), ("h.0.ln1", "h.1.ln1", "ln_f")
 
 CASES: dict[str, tuple[Made, Staged]] = {
@@ -138,6 +161,8 @@ CASES: dict[str, tuple[Made, Staged]] = {
         convnet, Staged(("blocks.0.first", "blocks.1.first", "blocks.2.first"), schedule="gpipe")
     ),
     "convnet, replicas": (convnet, Staged(("blocks.1.first",), each=2, micro_batches=2)),
+    "a mask, and a layer that is not trained": (masked, Staged(("second",), each=2, micro_batches=2)),
+    "a first stage that is not trained": (partial(masked, True), Staged(("second",))),
     "two inputs and results, and angles": (rotated, Staged(("second",))),
 }  # fmt: skip
 
@@ -216,41 +241,69 @@ def moved(staged: Staged, **strategies: Strategy) -> Callable[[LayerGraph], Plan
 
 
 class Looped(nn.Module):
-    """A layer that is called twice, and a sum between modules."""
+    """A layer that is called twice, or the weight of one that code takes from it."""
 
     def __init__(self, functional: bool = False) -> None:
         super().__init__()
-        self.embed, self.body, self.functional = nn.Linear(6, 6), nn.Linear(6, 6), functional
+        self.embed, self.body, self.middle = nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh()
+        self.functional = functional
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.embed(x)
-        x = (first.tanh() + self.body(first)).relu()
-        return nn.functional.linear(x, self.embed.weight) if self.functional else self.body(x) + first
+        x = self.middle(first.tanh() + self.body(first))
+        made: Tensor = nn.functional.linear(x, self.embed.weight) if self.functional else self.body(x) + first
+        return made
 
 
 def looped(functional: bool = False) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Looped(functional), (torch.randn(8, 6),)
 
 
-class Dictionary(nn.Sequential):
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        left: Tensor = self.left(x)
+        return left + self.right(x)
+
+
+class Pair(nn.Module):
+    """Two linear layers with something around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+
+class Dictionary(Pair):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"scores": super().forward(x)}
+        return {"scores": self.second(self.first(x))}
 
 
-class Early(nn.Sequential):
+class Early(Pair):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        first = self[0](x)
-        return first, self[1](first)
+        x = self.first(x)
+        return x, self.second(x)
 
 
-class WithLoss(nn.Sequential):
+class Weighed(Pair):
+    def forward(self, x: Tensor, weights: Tensor) -> tuple[Tensor]:
+        return (self.second(self.first(x * weights)),)
+
+
+class WithLoss(Pair):
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.mse_loss(super().forward(x), targets)
+        return nn.functional.mse_loss(self.second(self.first(x)), targets)
 
 
-def pair(kind: type[nn.Sequential], inputs: int = 1) -> Made:
-    return lambda: (kind(nn.Linear(6, 6), nn.Linear(6, 6)), (torch.randn(8, 6),) * inputs)
+def pair(kind: type[Pair], *more: Tensor) -> Made:
+    return lambda: (kind(), (torch.randn(8, 6), *more))
 
+
+SECOND = Staged(("second",))
 
 REFUSED: dict[str, tuple[Made, Callable[[LayerGraph], Plan], str]] = {
     "shards": (
@@ -265,16 +318,27 @@ REFUSED: dict[str, tuple[Made, Callable[[LayerGraph], Plan], str]] = {
     ),
     "a round of stages that ends early": (perceptron, Staged(("1", "4")), r"stage 3 of 4 has no layer"),
     "an order that is not that of the code": (
-        rotated, moved(Staged(()), first=Strategy(devices=(1,))), r"stage",
+        lambda: (Branches(), (torch.randn(8, 6),)),
+        moved(Staged(("left",)), right=Strategy()),
+        r"^left: it is in stage 1 and runs before right, of stage 0; ",
     ),
-    "a cut between two sums": (looped, Staged(("relu",)), r"relu: stage 1 begins there, .* module of its own"),
-    "a value two stages on": (decoder, moved(Staged(("h.0.ln1", "h.0.attn.out", "h.0.add"), groups=4)), r"h.0.add"),
-    "an early result": (pair(Early), Staged(("1",)), r"^0: the model returns its result, made in stage 0"),
-    "a loss inside": (pair(WithLoss, 2), Staged(("1",)), r"reads input targets in stage 1"),
-    "a dictionary": (pair(Dictionary), Staged(("1",)), r"returns a dict; .* a tuple of them"),
-    "a module in two stages": (looped, Staged(("body@1",)), r"^body.weight: it is used by body \(stage 0\), body@1"),
+    "a cut beside a module that is called twice": (
+        looped, Staged(("add",)), r"^add: stage 1 begins there, .* give body and add the same devices",
+    ),
+    "a value two stages on": (
+        decoder,
+        Staged(("h.0.ln1", "h.0.attn.out", "h.0.ln2"), groups=4),
+        r"^h.0.add: in stage 2 it reads a result of add, of stage 0",
+    ),
+    "an early result": (pair(Early), SECOND, r"^first: the model returns its result, made in stage 0"),
+    "a loss inside": (pair(WithLoss, torch.randn(8, 6)), SECOND, r"^loss: it reads input targets in stage 1"),
+    "an input without samples": (pair(Weighed, torch.randn(6)), SECOND, r"^input weights of Weighed has no samples"),
+    "a dictionary": (pair(Dictionary), SECOND, r"returns a dict; .* a tuple of them"),
+    "a module in two stages": (
+        looped, Staged(("middle",)), r"^body.weight: it is used by body .stage 0., body@1 .stage 1",
+    ),
     "a weight that code takes from another module": (
-        partial(looped, True), Staged(("relu",)), r"",
+        partial(looped, True), Staged(("middle",)), r"^embed.weight: it is used by embed .stage 0., linear .stage 1",
     ),
 }  # fmt: skip
 
@@ -283,3 +347,30 @@ REFUSED: dict[str, tuple[Made, Callable[[LayerGraph], Plan], str]] = {
 def test_what_torch_cannot_express_is_refused_by_name(name: str) -> None:
     made, plan, told = REFUSED[name]
     assert re.search(told, refused(made, plan))
+
+
+@pytest.mark.parametrize(
+    ("begins", "cuts"),
+    [
+        (IN_FOUR, {"h.0": "BEGINNING", "h.1": "BEGINNING", "ln_f": "BEGINNING"}),
+        (("h.0.down",), {"h.0.down": "BEGINNING"}),
+        (("h.0.add_1",), {"h.0.down": "END"}),
+        (("h.0.attn.attention",), {"h.0.attn.qkv": "END"}),
+    ],
+)
+def test_a_stage_begins_with_the_largest_module_there(begins: Sequence[str], cuts: Mapping[str, str]) -> None:
+    module, args = decoder()
+    graph = capture(module, args)
+    program = torch_program(graph, Staged(begins)(graph), module, args)
+    assert isinstance(program, PipelineProgram)
+    assert program.stages.cuts == cuts
+    assert [sorted(names.items()) for names in program.stages.tied] == [
+        [("head.weight", len(begins)), ("wte.weight", 0)]
+    ]
+
+
+def test_keyword_arguments_are_refused_with_stages() -> None:
+    module, (x, scale) = rotated()
+    graph = capture(module, (x,), {"scale": scale})
+    with pytest.raises(PlanError, match=r"Rotated is called with keyword arguments; .* wrap the model"):
+        torch_program(graph, SECOND(graph), module, (x,), {"scale": scale})
