@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import fx, nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from parplan.errors import PlanError
-from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.lowering.micro_batches import How, combinations
 from parplan.lowering.pipeline.stages import StageNumbers, stage_numbers
 from parplan.plan import Plan
 
@@ -34,10 +35,12 @@ class Stages:
     Args:
         groups: devices of each group, which are copies of its stages; stage k is on group k modulo the groups.
         of: stage per layer, as it runs.
-        cuts: for each stage but the first, the module where it begins: at its "BEGINNING", or behind its "END".
+        cuts: for each stage but the first, the module where it begins: at its "BEGINNING", or behind its "END"; with a
+            loss inside the model, also where that begins.
         schedule: torch's class.
         tied: parameters that modules of several stages share: the stage of each of their names.
-        inputs: of the model.
+        inputs: of the model, those that the first stage reads.
+        targets: the input that the model's loss reads; None where the loss is outside.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -45,12 +48,13 @@ class Stages:
     cuts: Mapping[str, str]
     schedule: str
     tied: Sequence[Mapping[str, int]]
-    inputs: int
+    inputs: tuple[int, ...]
+    targets: int | None
 
     @property
     def count(self) -> int:
         """How many there are."""
-        return len(self.cuts) + 1
+        return len(self.cuts) + (self.targets is None)
 
 
 def find_stages(graph: LayerGraph, plan: Plan, module: nn.Module, inputs: tuple[Any, Any]) -> Stages | None:
@@ -65,15 +69,39 @@ def find_stages(graph: LayerGraph, plan: Plan, module: nn.Module, inputs: tuple[
     _check_groups(plan, numbers)
     order = sorted(node for layer in graph.layers.values() for node in layer.nodes)
     bounds = _bounds(graph, numbers, {node: place for place, node in enumerate(order)})
-    cuts = _cuts(graph, order, bounds)
-    ends = [after for _, after in bounds]
-    makes = {node.name: sum(place >= end for end in ends) for place, node in enumerate(order)}
+    makes = {node.name: sum(place >= after for _, after in bounds) for place, node in enumerate(order)}
     of = {name: max(makes[node.name] for node in layer.nodes) for name, layer in graph.layers.items()}
-    _check_values(graph, order, makes, numbers.count)
+    targets, loss = _loss(graph, order, makes, numbers.count)
+    cuts = _cuts(graph, order, [*bounds, *loss])
+    _check_values(graph, order, makes, numbers.count, targets)
     args = _micro_batch(graph, plan, inputs, len(numbers.groups[0]))
-    found = Stages(numbers.groups, of, cuts, _schedule(plan, numbers), _tied(graph, module, of), len(args))
-    _check_split(graph, found, module, args)
-    return found
+    found = Stages(numbers.groups, of, cuts, _schedule(plan, numbers), _tied(graph, module, of), (), targets)
+    return replace(found, inputs=_tried(graph, found, module, args))
+
+
+def _loss(
+    graph: LayerGraph, order: Sequence[fx.Node], makes: Mapping[str, int], count: int
+) -> tuple[int | None, list[tuple[int, int]]]:
+    """The input that a loss inside the model reads in the last stage, and between which ops the loss begins.
+
+    torch gives inputs to the first stage and targets to the loss: the program calls what is behind the last weights its
+    loss function.
+    """
+    late = [(place, source) for place, node in enumerate(order) if makes[node.name] for source in node.all_input_nodes
+            if source.name in graph.user_inputs]  # fmt: skip
+    if not late or list(graph.results) != graph.losses:
+        return None, []
+    (after, targets), weighted = late[0], [layer for layer in graph.layers.values() if layer.parameters]
+    before = order.index(max(node for layer in weighted for node in layer.nodes))
+    if before >= after or any(source is not targets for _, source in late) or makes[order[after].name] < count - 1:
+        return None, []
+    how = combinations(graph)[graph.losses[0]].how
+    if how is not How.MEAN:
+        raise PlanError(
+            f"{graph.label(graph.losses[0])}: the loss is {how.value}, and torch's schedules average over "
+            "micro-batches; return a mean over samples"
+        )
+    return graph.user_inputs.index(targets.name), [(before, after)]
 
 
 def _check_groups(plan: Plan, numbers: StageNumbers) -> None:
@@ -105,9 +133,12 @@ def _schedule(plan: Plan, numbers: StageNumbers) -> str:
 def _bounds(graph: LayerGraph, numbers: StageNumbers, place: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
     """For each stage but the first, the last op in front of it and its first one, by place in the forward.
 
-    Ops without weights that no sample reaches (positions, masks) may be in either.
+    Ops that follow from no weights (positions, masks, targets) may be in any stage.
     """
-    counted = {name: layer for name, layer in graph.layers.items() if layer.parameters or not layer.constant}
+    counted = dict[str, Layer]()
+    for name, layer in graph.layers.items():
+        if layer.parameters or any(graph.producer.get(value) in counted for value in layer.inputs):
+            counted[name] = layer
     if missing := set(range(numbers.count)) - {numbers.of[name] for name in counted}:
         raise PlanError(
             f"stage {min(missing)} of {numbers.count} has no layer in the plan, whose layers go back to the devices of "
@@ -155,17 +186,20 @@ def _cuts(graph: LayerGraph, order: Sequence[fx.Node], bounds: Sequence[tuple[in
     return found
 
 
-def _check_values(graph: LayerGraph, order: Sequence[fx.Node], makes: Mapping[str, int], count: int) -> None:
-    """Refuse values that go elsewhere than from a stage to the next one."""
+def _check_values(
+    graph: LayerGraph, order: Sequence[fx.Node], makes: Mapping[str, int], count: int, targets: int | None
+) -> None:
+    """Refuse values that go elsewhere than from a stage to the next one, but targets, which go to the loss."""
     readers = {node.name: name for name, layer in graph.layers.items() for node in layer.nodes}
     for node in order:
         stage = makes[node.name]
         for source in node.all_input_nodes:
             reader = readers[node.name]
-            if source.name in graph.user_inputs and stage:
+            if source.name in graph.user_inputs and stage and targets is None:
                 raise PlanError(
-                    f"{reader}: it reads input {source.name} in stage {stage}, and torch's pipeline gives inputs to "
-                    "the first stage alone; put it into stage 0, or leave the loss out of the model"
+                    f"{reader}: it reads input {source.name} in stage {stage}; torch's pipeline gives inputs to the "
+                    "first stage, and one to a loss that is all that the model returns, behind its last weights: put "
+                    f"{reader} into stage 0, or leave the loss out of the model"
                 )
             if source.name in makes and stage - makes[source.name] > 1:
                 raise PlanError(
@@ -237,8 +271,12 @@ def _names(module: nn.Module, name: str) -> list[str]:
     return [other for other, parameter in module.named_parameters(remove_duplicate=False) if parameter is own]
 
 
-def _check_split(graph: LayerGraph, stages: Stages, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-    """Let torch split a copy of the model, and compare where its parameters are."""
+def _tried(graph: LayerGraph, stages: Stages, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    """The inputs of torch's first stage, in its order, when torch has split a copy of the model.
+
+    Raises:
+        PlanError: it cannot, or a parameter is elsewhere than in the plan.
+    """
     own = copy.deepcopy(module)
     for name in (name for names in stages.tied for name in names):
         path, _, leaf = name.rpartition(".")
@@ -256,9 +294,12 @@ def _check_split(graph: LayerGraph, stages: Stages, module: nn.Module, args: tup
     for placeholder, name in graph.parameters.items():
         for user in graph.users.get(placeholder, ()):
             here = [other for other in _names(module, name) if apart.get(other, stages.of[user]) == stages.of[user]]
-            if len(held) != stages.count or held[stages.of[user]].isdisjoint(here):
+            if len(held) != len(stages.cuts) + 1 or held[stages.of[user]].isdisjoint(here):
                 raise PlanError(
                     f"{name}: the plan has it in stage {stages.of[user]} of {stages.count}, and torch's split of "
                     f"{graph.model} into {len(held)} has not; export a plan without stages "
                     "(parplan analyze --stages 1)"
                 )
+    inputs = pipe.info().graph.find_nodes(op="placeholder")
+    read = tuple(inputs.index(node) for node in pipe.info().graph.find_nodes(op="call_module")[0].args)
+    return tuple(sorted(read)) if len(read) == len(inputs) else read  # of all inputs torch keeps the model's order

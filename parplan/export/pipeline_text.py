@@ -40,6 +40,23 @@ _TIED_GROUPS = (
     "                tied.append(([weights[name] for name in mine], group))",
 )
 
+_LOSS = (
+    "    loss_part = pipe.build_stage(STAGES, torch.device(kind), group).submod",
+    "    graph, pipe.num_stages = pipe.split_gm.graph, STAGES",
+    '    (*_, call), (output,) = graph.find_nodes(op="call_module"), graph.find_nodes(op="output")',
+    "    # The last stage returns what the loss reads, beside the targets.",
+    '    output.args = (tuple(one for one in call.args if one.op != "placeholder"),)',
+    '    place = [one.op for one in call.args].index("placeholder")',
+    "    graph.erase_node(call)",
+    "",
+    "    def loss_fn(results, targets):",
+    "        given = list(results) if isinstance(results, (tuple, list)) else [results]",
+    "        given.insert(place, targets)",
+    "        found = loss_part(*given)",
+    "        return found[0] if isinstance(found, (tuple, list)) else found",
+    "",
+)
+
 
 @dataclass(frozen=True)
 class PipelineProgram(TorchProgram):
@@ -61,7 +78,17 @@ class PipelineProgram(TorchProgram):
         """Whether `fully_shard` holds the weights."""
         return bool(self.slices)
 
+    @property
+    def _with_loss(self) -> bool:
+        """Whether the model has its loss inside."""
+        return self.stages.targets is not None
+
+    @property
+    def _one_input(self) -> bool:
+        return {*self.stages.inputs, self.stages.targets} <= {0, None}
+
     def _use(self) -> str:
+        loss_fn, targets = ("", "") if self._with_loss else ("loss_fn, ", ", targets")
         part = "Every process is given the whole batch."
         if self.data > 1:
             part = (
@@ -70,9 +97,9 @@ class PipelineProgram(TorchProgram):
             )
         return (
             f"Run it in {self.devices} processes, such as `torchrun --nproc-per-node {self.devices}` starts, whose "
-            "weights start from one seed, with `mesh, model, step = parallelize(model, loss_fn, inputs)` before the "
+            f"weights start from one seed, with `mesh, model, step = parallelize(model, {loss_fn}inputs)` before the "
             f"optimizer is made: model then has this process's of {self.stages.count} stages, in training or "
-            "evaluation mode as it was before. `loss = step(inputs, targets)` between optimizer.zero_grad() and "
+            f"evaluation mode as it was before. `loss = step(inputs{targets})` between optimizer.zero_grad() and "
             f"optimizer.step() goes forward and backward in {self.micro_batches} micro-batches. {part}"
         )
 
@@ -98,8 +125,9 @@ class PipelineProgram(TorchProgram):
         mesh = f'init_device_mesh(kind, ({groups}, {self.data}), mesh_dim_names=("stage", "data"))'
         if len(self._mesh_names()) == 1:
             mesh = f'DeviceMesh(kind, {[list(group) for group in stages.groups]}, mesh_dim_names=("stage", "data"))'
-        first = "inputs.chunk(MICRO_BATCHES)[0]"
-        first = f"({first},)" if stages.inputs == 1 else "tuple(one.chunk(MICRO_BATCHES)[0] for one in inputs)"
+        first = "(inputs.chunk(MICRO_BATCHES)[0],)"
+        if not self._one_input:
+            first = "tuple(one.chunk(MICRO_BATCHES)[0] for one in inputs)"
         lines = [
             "", "",
             f"MICRO_BATCHES = {self.micro_batches}",
@@ -109,13 +137,12 @@ class PipelineProgram(TorchProgram):
             "}",
             *self._tied_names(),
             "", "",
-            "def parallelize(model: nn.Module, loss_fn, inputs):",
+            f"def parallelize(model: nn.Module, {'' if self._with_loss else 'loss_fn, '}inputs):",
             '    """The devices, the stages of this process, and a step of all micro-batches.',
             "",
             "    Args:",
-            "        loss_fn: of a micro-batch's results and targets; a mean over samples.",
-            f"        inputs: of a step, {'a tensor' if stages.inputs == 1 else 'tensors'} with samples first; "
-            "all steps have as many.",
+            *["        loss_fn: of a micro-batch's results and targets; a mean over samples."] * (not self._with_loss),
+            f"        inputs: {'one' if self._one_input else 'a tuple'} such as steps have, with as many samples.",
             '    """',
             *FIND_DEVICE,
             f"    mesh = {mesh}",
@@ -123,6 +150,7 @@ class PipelineProgram(TorchProgram):
             f"    pipe = pipeline(model, {first}, split_spec=CUTS)",
             '    numbers = range(mesh["stage"].get_local_rank(), STAGES, GROUPS)',
             '    group = mesh["stage"].get_group()',
+            *(_LOSS if self._with_loss else ()),
             "    stages = [pipe.build_stage(number, torch.device(kind), group) for number in numbers]",
             "    own = nn.ModuleList(stage.submod for stage in stages)",
             *self._inside(),
@@ -158,13 +186,16 @@ class PipelineProgram(TorchProgram):
 
     def _step(self) -> list[str]:
         local = ".to_local()" if self.sharded else ""
+        inputs = "inputs" if self._one_input else ", ".join(f"inputs[{place}]" for place in self.stages.inputs)
+        targets = "targets"
+        if self._with_loss:
+            targets = "inputs" if self._one_input else f"inputs[{self.stages.targets}]"
         return [
             "",
-            "    def step(inputs, targets):",
+            f"    def step(inputs{'' if self._with_loss else ', targets'}):",
             '        """Gradients of all micro-batches; the mean loss of this copy, in a process of the last stage."""',
             "        losses = []",
-            f"        schedule.step({'*' * (self.stages.inputs > 1)}inputs, target=targets, losses=losses, "
-            "return_outputs=False)",
+            f"        schedule.step({inputs}, target={targets}, losses=losses, return_outputs=False)",
             *(_WHOLE_GRADIENTS if self.data > 1 and not self.sharded else ()),
             *(line.format(local=local) for line in (_TIED_GRADIENTS if self.stages.tied else ())),
             "        return torch.stack(losses).mean().detach() if losses else None",

@@ -22,6 +22,7 @@ from parplan.export.program_text import TorchProgram
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.graph.repeated import gather_groups
+from parplan.lowering.micro_batches import combinations
 from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Scheme, Strategy
 from parplan.planner.search_space.verifier import check
 
@@ -76,6 +77,8 @@ class _Translation:
         graph, plan = self._graph, self._plan
         styles, slices, replayed = self._styles(), self._slices(), self._replayed()
         self._note_the_others()
+        if self._stages and self._stages.targets is not None and combinations(graph)[graph.results[0]].counts:
+            self._say("of all targets that count in the plan, here the mean of micro-batches' means", graph.results[0])
         if plan.scheme is not Scheme.GATHER:
             self._say(f"scheme {plan.scheme.value}: all samples go through every layer at once")
         sentences = [f"{_named(names)}: {what}" if names else what for what, names in self._otherwise.items()]

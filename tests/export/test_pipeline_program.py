@@ -116,6 +116,25 @@ def rotated() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Rotated(), (torch.randn(8, 6), torch.rand(8, 1))
 
 
+class WithLoss(nn.Module):
+    """A decoder with its loss inside, of the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = decoder()[0]
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        scores = self.decoder(tokens)
+        targets = tokens.roll(-1, 1) if targets is None else targets
+        loss: Tensor = nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+        return loss
+
+
+def with_loss(own_targets: bool = False) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    tokens = decoder()[1][0]
+    return WithLoss(), (tokens,) if own_targets else (tokens, tokens.roll(3, 1))
+
+
 class Masked(nn.Module):
     """Tokens, whose mask the second half reads, and an embedding that is not trained."""
 
@@ -128,7 +147,8 @@ class Masked(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         absent, counts = tokens == 0, tokens + 1
         x = self.second(self.first(self.embed(tokens)).tanh())
-        return x.masked_fill(absent[..., None], 0.5) * counts[..., None]
+        scores: Tensor = x.masked_fill(absent[..., None], 0.5) * counts[..., None]
+        return scores
 
 
 def masked(frozen: bool = False) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -161,6 +181,11 @@ CASES: dict[str, tuple[Made, Staged]] = {
         convnet, Staged(("blocks.0.first", "blocks.1.first", "blocks.2.first"), schedule="gpipe")
     ),
     "convnet, replicas": (convnet, Staged(("blocks.1.first",), each=2, micro_batches=2)),
+    "a loss inside": (with_loss, Staged(("decoder.h.1.ln1",))),
+    "a loss of the inputs themselves": (partial(with_loss, True), Staged(("decoder.h.0.attn.out",))),
+    "a loss inside, interleaved, replicas": (
+        with_loss, Staged(("decoder.h.0.ln1", "decoder.h.1.ln1", "decoder.ln_f"), each=2, micro_batches=2),
+    ),
     "a mask, and a layer that is not trained": (masked, Staged(("second",), each=2, micro_batches=2)),
     "a first stage that is not trained": (partial(masked, True), Staged(("second",))),
     "two inputs and results, and angles": (rotated, Staged(("second",))),
@@ -184,12 +209,15 @@ def train(text: str, name: str, rank: int, ranks: int) -> dict[str, Tensor]:
     module, args = made()
     parts = [one.tensor_split(staged.each) for one in doubled(args)]
     shares = [own[0] if len(own) == 1 else own for own in zip(*parts, strict=True)]
-    mesh, model, step = space["parallelize"](module.double(), loss_of, shares[0])  # type: ignore[operator]
+    inside = "loss_part" in text
+    mesh, model, step = space["parallelize"](  # type: ignore[operator]
+        module.double(), *(() if inside else (loss_of,)), shares[0]
+    )
     number = mesh["data"].get_local_rank()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM), []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = step(shares[number], parts[0][number])
+        loss = step(shares[number], *(() if inside else (parts[0][number],)))
         optimizer.step()
         if loss is not None:
             dist.all_reduce(loss, group=mesh["data"].get_group())
@@ -212,7 +240,8 @@ def test_losses_and_weights_are_the_plain_models(name: str) -> None:
     optimizer, losses = torch.optim.SGD(plain.parameters(), lr=RATE, momentum=MOMENTUM), []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = loss_of(plain(*inputs), inputs[0])
+        results = plain(*inputs)
+        loss = results if isinstance(results, Tensor) and results.dim() == 0 else loss_of(results, inputs[0])
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
@@ -267,7 +296,8 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         left: Tensor = self.left(x)
-        return left + self.right(x)
+        both: Tensor = left + self.right(x)
+        return both
 
 
 class Pair(nn.Module):
@@ -294,9 +324,16 @@ class Weighed(Pair):
         return (self.second(self.first(x * weights)),)
 
 
-class WithLoss(Pair):
+class Fused(Pair):
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.second(self.first(x)), targets)
+        loss: Tensor = (self.second(self.first(x).tanh() - targets) - targets).square().mean()
+        return loss
+
+
+class Summed(Pair):
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = (self.second(self.first(x).tanh()) - targets).square().sum()
+        return loss
 
 
 def pair(kind: type[Pair], *more: Tensor) -> Made:
@@ -331,7 +368,10 @@ REFUSED: dict[str, tuple[Made, Callable[[LayerGraph], Plan], str]] = {
         r"^h.0.add: in stage 2 it reads a result of add, of stage 0",
     ),
     "an early result": (pair(Early), SECOND, r"^first: the model returns its result, made in stage 0"),
-    "a loss inside": (pair(WithLoss, torch.randn(8, 6)), SECOND, r"^loss: it reads input targets in stage 1"),
+    "targets in front of weights": (
+        pair(Fused, torch.randn(8, 6)), Staged(("tanh",)), r"reads input targets in stage 1; .* behind its last",
+    ),
+    "a sum of losses": (pair(Summed, torch.randn(8, 6)), SECOND, r"the loss is a sum over samples"),
     "an input without samples": (pair(Weighed, torch.randn(6)), SECOND, r"^input weights of Weighed has no samples"),
     "a dictionary": (pair(Dictionary), SECOND, r"returns a dict; .* a tuple of them"),
     "a module in two stages": (
