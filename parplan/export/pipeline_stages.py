@@ -11,6 +11,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Stages:
     """The stages of a program.
 
     Args:
-        groups: devices of each group, which are copies of its stages; stage k is on group k modulo the groups.
+        groups: processes of each group, which are copies of its stages; stage k is on group k modulo the groups.
         of: stage per layer, as it runs.
         cuts: for each stage but the first, the module where it begins: at its "BEGINNING", or behind its "END"; with a
             loss inside the model, also where that begins.
@@ -52,6 +53,11 @@ class Stages:
     targets: int | None
 
     @property
+    def devices(self) -> int:
+        """Processes of all groups, one for each device that has layers, in their order."""
+        return sum(map(len, self.groups))
+
+    @property
     def count(self) -> int:
         """How many there are."""
         return len(self.cuts) + (self.targets is None)
@@ -67,6 +73,8 @@ def find_stages(graph: LayerGraph, plan: Plan, module: nn.Module, inputs: tuple[
     if numbers.count == 1:
         return None
     _check_groups(plan, numbers)
+    used = sorted(chain.from_iterable(numbers.groups))
+    groups = tuple(tuple(map(used.index, group)) for group in numbers.groups)
     order = sorted(node for layer in graph.layers.values() for node in layer.nodes)
     bounds = _bounds(graph, numbers, {node: place for place, node in enumerate(order)})
     makes = {node.name: sum(place >= after for _, after in bounds) for place, node in enumerate(order)}
@@ -75,7 +83,7 @@ def find_stages(graph: LayerGraph, plan: Plan, module: nn.Module, inputs: tuple[
     cuts = _cuts(graph, order, [*bounds, *loss])
     _check_values(graph, order, makes, numbers.count, targets)
     args = _micro_batch(graph, plan, inputs, len(numbers.groups[0]))
-    found = Stages(numbers.groups, of, cuts, _schedule(plan, numbers), _tied(graph, module, of), (), targets)
+    found = Stages(groups, of, cuts, _schedule(plan, numbers), _tied(graph, module, of), (), targets)
     return replace(found, inputs=_tried(graph, found, module, args))
 
 
@@ -106,12 +114,11 @@ def _loss(
 
 def _check_groups(plan: Plan, numbers: StageNumbers) -> None:
     """Refuse what torch's stages have no form for, of equally many devices each."""
-    sizes = {len(group) for group in numbers.groups}
-    if len(sizes) > 1 or sum(map(len, numbers.groups)) < plan.devices:
-        told = ", ".join(str(len(group)) for group in numbers.groups)
+    told = [len(group) for group in numbers.groups]
+    if len(set(told)) > 1:
         raise PlanError(
-            f"the plan's stages have {told} of {plan.devices} devices; torch's have equally many and all of them: "
-            "plan with a number of stages that divides the devices (parplan analyze --stages)"
+            f"the plan's stages are on groups of {', '.join(map(str, told))} devices; torch's have equally many: plan "
+            "with a number of stages that divides the devices (parplan analyze --stages)"
         )
     for name, own in plan.layers.items():
         if own.shards > 1:

@@ -77,8 +77,14 @@ class _Translation:
         graph, plan = self._graph, self._plan
         styles, slices, replayed = self._styles(), self._slices(), self._replayed()
         self._note_the_others()
+        devices = self._stages.devices if self._stages else plan.devices
+        if devices < plan.devices:
+            self._say(f"{devices} of {plan.devices} devices have layers in the plan, here processes in their order")
         if self._stages and self._stages.targets is not None and combinations(graph)[graph.results[0]].counts:
-            self._say("of all targets that count in the plan, here the mean of micro-batches' means", graph.results[0])
+            self._say(
+                "of all targets that count in the plan, here the mean of micro-batches' means",
+                graph.producer[graph.results[0]],
+            )
         if plan.scheme is not Scheme.GATHER:
             self._say(f"scheme {plan.scheme.value}: all samples go through every layer at once")
         sentences = [f"{_named(names)}: {what}" if names else what for what, names in self._otherwise.items()]
@@ -86,7 +92,7 @@ class _Translation:
             layer.mixes_batch and plan.layers[name].replicas > 1 for name, layer in graph.layers.items()
         )
         parts = (
-            plan.model, plan.devices, self._tensor, styles, slices, replayed, plan.micro_batches, spread_statistics,
+            plan.model, devices, self._tensor, styles, slices, replayed, plan.micro_batches, spread_statistics,
             sentences,
         )  # fmt: skip
         return PipelineProgram(*parts, self._stages) if self._stages else TorchProgram(*parts)

@@ -351,7 +351,7 @@ REFUSED: dict[str, tuple[Made, Callable[[LayerGraph], Plan], str]] = {
     "groups of other sizes": (
         perceptron,
         lambda graph: replace(moved(Staged(("2",)), **{"0": Strategy(2, 1, None, (0, 2))})(graph), devices=3),
-        r"stages have 2, 1 of 3 devices; torch's have equally many",
+        r"groups of 2, 1 devices; torch's have equally many",
     ),
     "a round of stages that ends early": (perceptron, Staged(("1", "4")), r"stage 3 of 4 has no layer"),
     "an order that is not that of the code": (
@@ -414,3 +414,12 @@ def test_keyword_arguments_are_refused_with_stages() -> None:
     graph = capture(module, (x,), {"scale": scale})
     with pytest.raises(PlanError, match=r"Rotated is called with keyword arguments; .* wrap the model"):
         torch_program(graph, SECOND(graph), module, (x,), {"scale": scale})
+
+
+def test_devices_that_have_no_layers_run_no_process() -> None:
+    module, args = perceptron()
+    graph = capture(module, args)
+    program = torch_program(graph, Staged(("2",), order=(3, 1, 0, 2))(graph), module, args)
+    assert isinstance(program, PipelineProgram)
+    assert (program.devices, program.stages.groups) == (2, ((1,), (0,)))
+    assert "2 of 4 devices have layers in the plan, here processes in their order" in program.otherwise
