@@ -77,10 +77,11 @@ def find_stages(graph: LayerGraph, plan: Plan, module: nn.Module, inputs: tuple[
     groups = tuple(tuple(map(used.index, group)) for group in numbers.groups)
     order = sorted(node for layer in graph.layers.values() for node in layer.nodes)
     bounds = _bounds(graph, numbers, {node: place for place, node in enumerate(order)})
-    makes = {node.name: sum(place >= after for _, after in bounds) for place, node in enumerate(order)}
+    ends = [cut.place for cut in _cuts(graph, order, bounds)]
+    makes = {node.name: sum(place >= end for end in ends) for place, node in enumerate(order)}
     of = {name: max(makes[node.name] for node in layer.nodes) for name, layer in graph.layers.items()}
     targets, loss = _loss(graph, order, makes, numbers.count)
-    cuts = _cuts(graph, order, [*bounds, *loss])
+    cuts = {cut.path: cut.where for cut in _cuts(graph, order, [*bounds, *loss])}
     _check_values(graph, order, makes, numbers.count, targets)
     args = _micro_batch(graph, plan, inputs, len(numbers.groups[0]))
     found = Stages(groups, of, cuts, _schedule(plan, numbers), _tied(graph, module, of), (), targets)
@@ -166,7 +167,16 @@ def _bounds(graph: LayerGraph, numbers: StageNumbers, place: Mapping[fx.Node, in
     return found
 
 
-def _cuts(graph: LayerGraph, order: Sequence[fx.Node], bounds: Sequence[tuple[int, int]]) -> dict[str, str]:
+@dataclass(frozen=True)
+class _Cut:
+    """The module at whose beginning or end a stage begins, and the place of its first op."""
+
+    path: str
+    where: str
+    place: int
+
+
+def _cuts(graph: LayerGraph, order: Sequence[fx.Node], bounds: Sequence[tuple[int, int]]) -> list[_Cut]:
     """The module at whose beginning or end each stage begins: the largest one that is called once."""
     calls, places = defaultdict[str, set[str]](set), defaultdict[str, list[int]](list)
     for place, node in enumerate(order):
@@ -175,10 +185,11 @@ def _cuts(graph: LayerGraph, order: Sequence[fx.Node], bounds: Sequence[tuple[in
             calls[path].add(key)
             places[path].append(place)
     once = sorted((path for path in calls if path and len(calls[path]) == 1), key=lambda path: path.count("."))
-    found = dict[str, str]()
+    found = list[_Cut]()
     for stage, (before, after) in enumerate(bounds, 1):
-        begun = [path for path in once if before < places[path][0] <= after and path not in found]
-        ended = [path for path in once if before <= places[path][-1] < after and path not in found]
+        free = [path for path in once if all(path != cut.path for cut in found)]
+        begun = [path for path in free if before < places[path][0] <= after]
+        ended = [path for path in free if before <= places[path][-1] < after]
         if not begun and not ended:
             ahead, behind = (
                 next(name for name, layer in graph.layers.items() if order[place] in layer.nodes)
@@ -189,7 +200,10 @@ def _cuts(graph: LayerGraph, order: Sequence[fx.Node], bounds: Sequence[tuple[in
                 f"front of it, which is where torch cuts a model; give {ahead} and {behind} the same devices, or make "
                 "one of them a module of its own"
             )
-        found[(begun or ended)[0]] = BEGINNING if begun else END
+        if begun:
+            found.append(_Cut(begun[0], BEGINNING, places[begun[0]][0]))
+        else:
+            found.append(_Cut(ended[0], END, places[ended[0]][-1] + 1))
     return found
 
 
@@ -308,5 +322,16 @@ def _tried(graph: LayerGraph, stages: Stages, module: nn.Module, args: tuple[tor
                     "(parplan analyze --stages 1)"
                 )
     inputs = pipe.info().graph.find_nodes(op="placeholder")
-    read = tuple(inputs.index(node) for node in pipe.info().graph.find_nodes(op="call_module")[0].args)
+    calls = pipe.info().graph.find_nodes(op="call_module")
+    for number, call in enumerate(calls[1:], 1):
+        makers = {one.args[0] if one.op == "call_function" else one for one in call.all_input_nodes}
+        given = {calls[number - 1]}
+        if number == stages.count and stages.targets is not None:  # the loss
+            given.add(inputs[stages.targets])
+        if others := sorted(map(str, makers - given)):
+            raise PlanError(
+                f"stage {number} of torch's split of {graph.model} reads {', '.join(others)}, and gets values from stage "
+                f"{number - 1} alone; export a plan without stages (parplan analyze --stages 1)"
+            )
+    read = tuple(inputs.index(node) for node in calls[0].args)
     return tuple(sorted(read)) if len(read) == len(inputs) else read  # of all inputs torch keeps the model's order
