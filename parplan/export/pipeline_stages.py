@@ -330,8 +330,8 @@ def _tried(graph: LayerGraph, stages: Stages, module: nn.Module, args: tuple[tor
             given.add(inputs[stages.targets])
         if others := sorted(map(str, makers - given)):
             raise PlanError(
-                f"stage {number} of torch's split of {graph.model} reads {', '.join(others)}, and gets values from stage "
-                f"{number - 1} alone; export a plan without stages (parplan analyze --stages 1)"
+                f"stage {number} of torch's split of {graph.model} reads {', '.join(others)}, and gets values from "
+                f"stage {number - 1} alone; export a plan without stages (parplan analyze --stages 1)"
             )
     read = tuple(inputs.index(node) for node in calls[0].args)
     return tuple(sorted(read)) if len(read) == len(inputs) else read  # of all inputs torch keeps the model's order
