@@ -262,7 +262,7 @@ def _micro_batch(graph: LayerGraph, plan: Plan, inputs: tuple[Any, Any], copies:
 def _tied(graph: LayerGraph, module: nn.Module, of: Mapping[str, int]) -> list[dict[str, int]]:
     """Parameters of several stages: of each of their names the stage of its module.
 
-    torch 2.15 leaves one of them unused in the other's stage, and sums no gradients.
+    torch leaves one of them unused in the other's stage, and sums no gradients.
     """
     found = []
     for placeholder, name in graph.parameters.items():
