@@ -136,7 +136,8 @@ class _Network:
             graph.model, graph.fingerprint, graph.batch or 1, devices, dict.fromkeys(graph.layers, everywhere)
         )
         places = [device] if devices == 1 else None
-        self._compiled = Compiled(net, lambda graph: self._plan, devices=places, check="off")
+        # In a graph of its own, as steps of several devices are, whose overhead this is.
+        self._compiled = Compiled(net, lambda graph: self._plan, devices=places, check="off", caller_autograd=False)
         self._gradients = torch.ones_like(self._compiled(self._inputs))
 
     def step_and_parts(self, parts_s: Callable[[], float] | None = None) -> Measurement:

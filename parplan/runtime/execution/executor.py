@@ -70,6 +70,7 @@ class Executor:
         dispatch: which thread runs the devices' work; default: the caller's.
         hooks: whether the user's module hooks are called.
         backend: that compiles the code of compute steps.
+        caller_autograd: whether a program that one device runs alone runs in the caller's autograd.
 
     Attributes:
         several_results: more than one result takes a gradient, so that a loss may leave some out, and the parameters
@@ -90,9 +91,10 @@ class Executor:
         dispatch: Dispatch | None = None,
         hooks: bool = True,
         backend: str = EAGER,
+        caller_autograd: bool = True,
     ) -> None:
         self.graph = graph
-        self.backend = backend
+        self.backend, self._caller_autograd = backend, caller_autograd
         self.program = program
         self.store = store
         self.transport = transport
@@ -143,6 +145,7 @@ class Executor:
         moves = len(steps) < len(program.forward) or bool(program.slices) or len(devices) != 1
         again = any(step.unit is not None or step.pass_number is not None for step in steps) or bool(program.updates)
         watched = type(self.recorder) is not Recorder or not isinstance(self.dispatch, Inline)
+        watched = watched or not self._caller_autograd
         if self.transport.processes > 1 or moves or again or watched:
             return None
         (device,) = devices

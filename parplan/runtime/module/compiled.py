@@ -69,14 +69,11 @@ class Compiled(Wrapped):
     Args:
         module: the model; its parameters and buffers stay its own.
         planner: makes a plan from a captured graph; asked once, with the training graph.
-        devices: where each logical device lives. None: under a process group one device per process, else all
-            accelerators, else the CPU.
-        output_device: where results go in one process; default: where logical device 0 lives.
-        dim: the dimension along which inputs carry samples.
+        devices: where each logical device lives; default: one per process of a group, all accelerators, or the CPU.
+        output_device, dim: where results go in one process (default: device 0's place); the dimension of samples.
         batch_norm: "global" statistics over the whole batch, or "local" ones per replica.
-        scalars: a result that is one number (a loss) is "whole", the plain model's; or "per_replica", a vector with
-            one entry per replica, each of the replica's own samples, as `nn.DataParallel` gives it (under torchrun
-            each process its own number).
+        scalars: a result that is one number (a loss) is "whole", the plain model's; or "per_replica", an entry of each
+            replica's own samples, as `nn.DataParallel` gives it (under torchrun each process its own number).
         inputs: under torchrun, every process brings its "own" samples; the shards of one replica of the plan's first
             layer the same ones, as a "group", ungathered, and get the same results; or all the "same", of no samples.
         same_draws: under torchrun, processes that were seeded alike draw alike (dropout), as DistributedDataParallel's.
@@ -85,10 +82,10 @@ class Compiled(Wrapped):
         threads: True gives every logical device of this process a thread of its own that runs its work; a function of
             the device's number is called first in each of them. False: the caller's thread runs all devices in turn.
         group: the process group, under torchrun; default: all processes.
-        check: "first" compares every new capture with the plain module before its first step, "always" every call,
-            "off" nothing (runtime/self_check/check.py).
+        check: "first" compares every new capture with the plain module before its first step, "always" every call.
         start: gives tensors on the meta device their values; default: their modules' `reset_parameters()` do.
         alike: texts, by name, that have to be the same in all processes.
+        caller_autograd: False: one device alone runs as several do, in a graph of its own, so that this is measured.
 
     Attributes:
         program: that of the last call, for reading.
@@ -115,6 +112,7 @@ class Compiled(Wrapped):
         backend: str = "eager",
         start: StartValues | None = None,
         alike: Mapping[str, object] | None = None,
+        caller_autograd: bool = True,
     ) -> None:
         super().__init__(module)
         options = Options.of(
@@ -131,12 +129,14 @@ class Compiled(Wrapped):
             "devices": devices, "output_device": output_device, "dim": dim, "batch_norm": batch_norm,
             "scalars": scalars, "inputs": inputs, "same_draws": same_draws, "dropout": dropout, "threads": threads,
             "check": check, "backend": backend, "start": start, "alike": alike,
+            "caller_autograd": caller_autograd,
         }  # fmt: skip
         self._planner = planner
         self._transport = transport_for(devices, group)
         self._dim = options.dim
         self._output_device = existing(output_device) if output_device is not None else None
-        options = replace(options, output=logical(self._output_device, self._transport), start=start)
+        output = logical(self._output_device, self._transport)
+        options = replace(options, output=output, start=start, caller_autograd=caller_autograd)
         self._captures = Captures(module, planner, self._transport, options)
         self._programs = self._captures.programs
         self._self_check = SelfCheck(module, self._captures, self._transport, options, check)

@@ -64,6 +64,7 @@ class Options:
     threads: ThreadsOption = False
     start: StartValues | None = None
     backend: str = EAGER
+    caller_autograd: bool = True
 
     @classmethod
     def of(cls, batch_norm: str, scalars: str, inputs: str, dim: int, backend: str, **others: Any) -> Options:
@@ -434,6 +435,7 @@ class Programs:
         return Executor(
             graph, program, store, self._transport, output=options.output, dropout=options.dropout,
             seeded=captured.seeded, dispatch=self._dispatch if hooks else None, hooks=hooks, backend=options.backend,
+            caller_autograd=options.caller_autograd,
         )  # fmt: skip
 
 

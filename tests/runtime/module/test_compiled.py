@@ -236,8 +236,9 @@ def test_a_second_backward() -> None:
         loss.backward()
 
 
-def test_a_double_backward_is_refused() -> None:
-    model = compiled(mlp(), spread(2, "data"), 2)
+@pytest.mark.parametrize(("kind", "options"), [("data", {}), ("one", {"caller_autograd": False})])
+def test_a_double_backward_is_refused(kind: str, options: dict[str, Any]) -> None:
+    model = compiled(mlp(), spread(2, kind), 2, **options)
     x = batch("mlp", 4).requires_grad_()
     for loss in (model(x).square().sum(), model(x).sum()):
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
