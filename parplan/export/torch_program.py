@@ -28,7 +28,11 @@ from parplan.planner.search_space.verifier import check
 
 __all__ = ["torch_program"]
 
-_STYLES = {"out-features": "ColwiseParallel", "in-features": "RowwiseParallel"}
+# By the axis that is cut; an embedding's rows are its vocabulary.
+_STYLES: Mapping[type[nn.Module], Mapping[str, str]] = {
+    nn.Linear: {"out-features": "ColwiseParallel", "in-features": "RowwiseParallel"},
+    nn.Embedding: {"features": "ColwiseParallel", "vocabulary": "RowwiseParallel"},
+}
 _MOST_NAMED = 6
 
 
@@ -101,19 +105,25 @@ class _Translation:
         self._otherwise.setdefault(what, []).extend(layers)
 
     def _has_style(self, layer: Layer, own: Strategy) -> bool:
-        """Whether torch has a style for a layer: a linear one of its own weights, cut over all devices of each copy."""
-        if own.shards == 1 or own.axis not in _STYLES or own.shards * own.replicas != self._devices:
+        """Whether torch has a style for a layer: a linear one or an embedding of its own weights, cut over all devices
+        of each copy."""
+        if own.shards == 1 or layer.name not in self._paths or own.shards * own.replicas != self._devices:
             return False
-        axis = layer.axis(own.axis)
-        plain = layer.name in self._paths and type(self._module.get_submodule(layer.name)) is nn.Linear
+        module, axis = self._module.get_submodule(layer.name), layer.axis(own.axis)
+        if axis is None or axis.sections or own.axis not in _STYLES.get(type(module), ()):
+            return False
+        # Rows that are not trained or kept short, and sparse gradients, are those of a whole table.
+        special = isinstance(module, nn.Embedding) and (
+            module.padding_idx is not None or module.max_norm is not None or module.sparse
+        )
         alone = all(len(self._graph.users[parameter]) == 1 for parameter in layer.parameters)
-        return plain and alone and layer.kind == "linear" and axis is not None and not axis.sections
+        return alone and not special and layer.kind in ("linear", "embedding")
 
     def _styles(self) -> dict[str, str]:
         """The code of each cut module's style: whole tensors in and out, but where parts go from one to the next."""
         kept, found = self._kept_cut, dict[str, str]()
         for name, layer in self._cut.items():
-            style = _STYLES[self._plan.layers[name].axis or ""]
+            style = _STYLES[type(self._module.get_submodule(name))][self._plan.layers[name].axis or ""]
             if style == "ColwiseParallel":
                 options = "" if set(layer.outputs) <= kept else "output_layouts=Replicate()"
             else:
@@ -195,10 +205,10 @@ class _Translation:
         small = copy.deepcopy(self._module)
         for name, layer in self._cut.items():
             linear = small.get_submodule(name)
-            assert isinstance(linear, nn.Linear)
-            inside, outside = linear.in_features, linear.out_features
             if parts.isdisjoint({*layer.inputs, *layer.outputs}):
                 continue
+            assert isinstance(linear, nn.Linear)  # an embedding gives whole tensors
+            inside, outside = linear.in_features, linear.out_features
             if self._plan.layers[name].axis == "out-features":
                 outside //= self._tensor
             else:

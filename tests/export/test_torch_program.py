@@ -41,6 +41,24 @@ def convnet() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return resnet50.small()
 
 
+class Looked(nn.Module):
+    """Tokens, looked up by rows of one table and columns of another, between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.kinds = nn.Embedding(12, 8), nn.Embedding(12, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.up(self.tokens(x) * self.kinds(x)).relu())
+        return result
+
+
+def looked() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return Looked(), (torch.randint(0, 12, (8, 5)),)
+
+
 class Heads(nn.Module):
     """Attention with rotated queries and keys, of which a head's width is fixed, or how many heads there are."""
 
@@ -88,7 +106,10 @@ def cut(tensor: int) -> Callable[[LayerGraph], Plan]:
         everyone = tuple(range(devices))
 
         def own(layer: Layer) -> Strategy:
-            wanted = {"up": "out-features", "down": "in-features", "0": "out-features", "2": "in-features"}
+            wanted = {
+                "up": "out-features", "down": "in-features", "0": "out-features", "2": "in-features",
+                "tokens": "vocabulary", "kinds": "features",
+            }  # fmt: skip
             axis = wanted.get(layer.name.rpartition(".")[2])
             if layer.kind == "activation":
                 axis = layer.axes[-1].name if layer.axes else None
@@ -150,6 +171,8 @@ CASES: dict[str, tuple[Made, Callable[[LayerGraph], Plan]]] = {
     "a decoder in copies": (decoder, planner(spread(2, "data"), 2)),
     "a decoder in columns and rows": (decoder, cut(2)),
     "columns alone": (deep, columns),
+    "embeddings": (looked, cut(4)),
+    "embeddings in two copies": (looked, cut(2)),
     "heads": (attention, by_heads(4)),
     "heads in two copies": (attention, by_heads(2)),
     "counted heads": (partial(attention, True), by_heads(4)),
@@ -253,6 +276,18 @@ def test_attention_keeps_parts_where_its_code_has_the_plans_heads(counted: bool)
     )
     assert found.styles["0.out"] == ("RowwiseParallel(input_layouts=Replicate())" if counted else "RowwiseParallel()")
     assert any("4 shards of heads in the plan, here whole" in sentence for sentence in found.otherwise) is counted
+
+
+def test_embeddings_whose_rows_are_not_all_alike_are_left_whole_and_named() -> None:
+    module, args = looked()
+    assert said(module, args, cut(2)).styles["tokens"] == "RowwiseParallel(input_layouts=Replicate())"
+    assert isinstance(module, Looked)
+    module.tokens = nn.Embedding(12, 8, padding_idx=0)
+    found = said(module, args, cut(2))
+    assert found.styles.keys() == {"kinds", "up", "down"}
+    assert any(
+        "2 shards of vocabulary in the plan" in sentence and "tokens" in sentence for sentence in found.otherwise
+    )
 
 
 def test_packed_weights_are_left_whole_and_named() -> None:
