@@ -35,6 +35,8 @@ from parplan.planner.option_fields import chosen
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from parplan.export.program_text import TorchProgram
+    from parplan.export.titan_config import TitanConfig
     from parplan.planner.decision import Decision
 
 __all__ = ["main"]
@@ -326,6 +328,7 @@ def _export(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         progress.phase("load")
+        from parplan.export.titan_config import titan_config
         from parplan.export.torch_program import torch_program
         from parplan.graph.capture.capture import capture
 
@@ -333,7 +336,11 @@ def _export(options: argparse.Namespace) -> int:
         target = replace(named, batch=named.batch or plan.batch).load(meta=True)
         progress.phase("capture")
         graph = capture(target.module, target.args, target.kwargs)
-        program = torch_program(graph, plan, target.module, target.args, target.kwargs)
+        program: TorchProgram | TitanConfig
+        if options.to == "torchtitan":
+            program = titan_config(graph, plan)
+        else:
+            program = torch_program(graph, plan, target.module, target.args, target.kwargs)
     if options.out is None:
         _write(program.text())
         return DONE

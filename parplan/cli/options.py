@@ -377,7 +377,12 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
 
     _add_target(export)
     export.add_argument("--plan", required=True, help="the plan that `parplan analyze --out` wrote", **FILE)
-    export.add_argument("--to", choices=("torch",), default="torch", help="PyTorch's own parallelism (the default)")
+    export.add_argument(
+        "--to",
+        choices=("torch", "torchtitan"),
+        default="torch",
+        help="PyTorch's own (default), or torchtitan's configuration",
+    )
     export.add_argument("--out", help="the program; else it is printed", **FILE)
 
     _add_target(run)

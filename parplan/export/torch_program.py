@@ -18,7 +18,7 @@ from torch import nn
 from parplan.errors import ParplanError
 from parplan.export.pipeline_stages import Stages, find_stages
 from parplan.export.pipeline_text import PipelineProgram
-from parplan.export.program_text import TorchProgram
+from parplan.export.program_text import TorchProgram, products
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.graph.repeated import gather_groups
@@ -68,7 +68,7 @@ class _Translation:
         work: Counter[int] = Counter()
         styled = {name for name, own in plan.layers.items() if self._has_style(graph.layers[name], own)}
         for name, own in plan.layers.items():
-            work[own.shards if name in styled else 1] += _products(graph, graph.layers[name])
+            work[own.shards if name in styled else 1] += products(graph, graph.layers[name])
         self._tensor = max(work, key=lambda shards: (work[shards], shards), default=1)
         self._cut = {
             name: graph.layers[name]
@@ -286,7 +286,7 @@ class _Translation:
                 self._say(f"{own.shards} shards of {own.axis} in the plan, here whole in every process", name)
             elif own.replicas < self._devices // self._tensor:
                 self._say(f"{own.replicas} of {self._devices} devices in the plan, here all", name)
-            elif own.replicas * self._tensor > self._devices and _products(self._graph, layer):
+            elif own.replicas * self._tensor > self._devices and products(self._graph, layer):
                 self._say("samples over all devices in the plan, here those of a copy compute alike", name)
             if own.update_period is not None:
                 self._say(f"updated every {own.update_period} passes in the plan, here once per step", name)
@@ -296,15 +296,6 @@ def _is_elementwise(layer: Layer) -> bool:
     """Whether a layer has elementwise ops alone, which compute on parts as on the whole."""
     ops = (node.target for node in layer.nodes if node.op == "call_function")
     return all(torch.Tag.pointwise in getattr(op, "tags", ()) for op in ops)
-
-
-def _products(graph: LayerGraph, layer: Layer) -> int:
-    """Multiply-adds of a layer's matrices, about: each weight, as often as there are positions of results."""
-    weights = [graph.values[name] for name in layer.parameters if len(graph.values[name].shape) > 1]
-    if layer.kind == "embedding" or not weights or not layer.outputs:
-        return 0
-    positions = graph.values[layer.outputs[0]].elements // max(1, weights[0].shape[0])
-    return sum(weight.elements for weight in weights) * positions
 
 
 def _is_in(name: str, path: str) -> bool:
