@@ -7,9 +7,10 @@ buffers are placeholders of the graph like any other input, with their dotted na
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
+from itertools import islice
 from math import gcd, lcm, prod
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ import networkx as nx
 import torch
 from torch import fx
 
+from parplan.compat import pytree
 from parplan.graph.attributes.containers import ContainerResults
 from parplan.graph.attributes.guards import Guards
 from parplan.graph.attributes.input_checks import InputCheck
@@ -307,6 +309,25 @@ class LayerGraph:
         """A result in the shape in which the model returns it."""
         dim = self.flattened.get(value)
         return result if dim is None else result.flatten(dim, dim + 1)
+
+    def returned(self, results: Iterable[torch.Tensor], containers: Sequence[Any]) -> Any:
+        """Results as the model returns them, nested.
+
+        Args:
+            results: of its values, in order; others that come behind them are left.
+            containers: the caller's caches among the arguments of the call.
+        """
+        given = iter(results)
+        leaves = [
+            leaf.value if isinstance(leaf, Constant) else self.as_returned(leaf, next(given))
+            for leaf in self.user_outputs
+        ]
+        nested = pytree.tree_unflatten(leaves, self.out_spec)
+        nested, extra = nested if any(one.count for one in self.stored) else (nested, ())
+        left = iter(extra)
+        for one in self.stored:
+            one.put(list(islice(left, one.count)))
+        return self.containers.delivered(nested, containers)
 
     def of_pass(self, value: str, passes: int) -> TensorSpec:
         """A value as one of so many passes has it; whole where it has no samples."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ def run_program(
     """The program's results for the user's input values (by name); differentiable in inputs and parameters.
 
     Args:
-        explained: gives the error to raise in the backward in place of one of an allocation; the backward of one device
-            alone is the caller's autograd's, whose errors are torch's.
+        explained: a method that gives the error to raise in the backward in place of one of an allocation; the backward
+            of one device alone is the caller's autograd's, whose errors are torch's.
     """
     single = executor.single_device
     if single is not None and not any(tensor.device != single.place for tensor in single.tensors):
@@ -46,7 +47,9 @@ def run_program(
         if executor.transport.processes > 1:
             run.aliases = executor.aliases()
             tensors[len(inputs) :] = run.aliases.tensors
-        results = ProgramFunction.apply(run, explained, *tensors)  # type: ignore[no-untyped-call]
+        # Weak: results, whose graph holds it, do not keep the model alive.
+        method = WeakMethod(explained) if explained is not None else None
+        results = ProgramFunction.apply(run, method, *tensors)  # type: ignore[no-untyped-call]
     run.end()
     return list(results)
 
@@ -71,7 +74,7 @@ class ProgramFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, explained: Callable[[RuntimeError], RuntimeError] | None, *tensors: Tensor
+        ctx: Any, run: Run, explained: WeakMethod[Callable[[RuntimeError], RuntimeError]] | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         """The results of a run for its inputs, which the parameters follow."""
         ctx.run, ctx.explained, ctx.given = run, explained, [tensor for tensor in tensors if tensor.requires_grad]
@@ -106,8 +109,9 @@ class ProgramFunction(torch.autograd.Function):
                 _ = ctx.saved_tensors
                 found = ctx.run.backward(gradients)
             except RuntimeError as error:
-                if ctx.explained is not None and is_out_of_memory(error):
-                    raise ctx.explained(error) from error
+                explained = ctx.explained() if ctx.explained is not None and is_out_of_memory(error) else None
+                if explained is not None:
+                    raise explained(error) from error
                 raise
         if differentiable:
             # What comes in may be a constant (1, for a sum); the results depend on inputs and parameters all the same,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from parplan.accelerators import as_current
 from parplan.compat import FakeTensor, pytree
 from parplan.errors import RuntimeFailure
-from parplan.graph.layer_graph import Constant, LayerGraph
+from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.program import Program
 from parplan.plan import Plan
 from parplan.runtime.calls import ModelCall
@@ -35,6 +34,7 @@ from parplan.runtime.measurement.predicted import Expected
 from parplan.runtime.module.micro_batches import Parts, parts_of
 from parplan.runtime.module.own_samples import watched
 from parplan.runtime.module.plain_evaluation import PlainEvaluation
+from parplan.runtime.module.repeated_call import RepeatedCall
 from parplan.runtime.module.train_step import (
     StagedStep,
     arguments,
@@ -155,11 +155,14 @@ class Compiled(Wrapped):
         leaves = pytree.tree_leaves((args, kwargs)) if torch.compiler.is_exporting() else ()  # in some thread
         if any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return self.module(*args, **kwargs)  # a larger model is being captured, and its plan covers this part
-        call = ModelCall.of(args, kwargs, self._dim)
-        if self._plain.takes(call):
-            return self._plain.run(call, args, kwargs)
+        repeated: RepeatedCall | None = self._captures.repeated
+        inputs = repeated.inputs(args, kwargs, self._captures) if repeated is not None else None
+        call = ModelCall.of(args, kwargs, self._dim) if repeated is None or inputs is None else repeated.call
         try:
-            return self._follow(call)
+            if repeated is not None and inputs is not None:
+                return self._run(call, repeated.captured, repeated.executor, inputs)
+            takes = self._plain.takes(call)
+            return self._plain.run(call, args, kwargs) if takes else self._follow(call, None, tuple(kwargs))
         except RankAlone as alone:
             return self._plain.run_alone(call, args, kwargs, alone)
         except RuntimeError as error:
@@ -251,7 +254,7 @@ class Compiled(Wrapped):
         self.program = parts.executor.program
         return parts
 
-    def _follow(self, call: ModelCall, recorder: StepRecorder | None = None) -> Any:
+    def _follow(self, call: ModelCall, recorder: StepRecorder | None = None, names: tuple[str, ...] = ()) -> Any:
         captured = self._find(call)
         graph, inputs = captured.graph, call.named(captured.graph.user_inputs)
         several = captured.micro_batches > 1 and torch.is_grad_enabled()
@@ -261,22 +264,29 @@ class Compiled(Wrapped):
             parts = self._parts(call, captured)
             self._begins(graph)
             results = run_with_loss(parts.with_loss(captured, self._given["scalars"] == "whole"), inputs)
-        else:
-            if several and not captured.warned:
-                warn_of_whole_batch(captured.micro_batches)
-                captured.warned = True
-            executor = self._ready(call, captured)
-            executor = executor if recorder is None else recorder.executor(executor)
-            self._begins(graph)
-            results = run_program(executor, inputs, self._explained)
-        end_forward(self.module, graph)
-        assert self.program is not None  # set with the executor
-        return self._nested(graph, self.program, results, call)
+            end_forward(self.module, graph)
+            return self._nested(graph, parts.executor.program, results, call)
+        if several and not captured.warned:
+            warn_of_whole_batch(captured.micro_batches)
+            captured.warned = True
+        executor = self._ready(call, captured)
+        executor = executor if recorder is None else recorder.executor(executor)
+        found = self._run(call, captured, executor, inputs)
+        once = several or recorder is not None or self._self_check.wants(captured)
+        self._captures.repeated = None if once else RepeatedCall.of(call, names, captured, executor, self._captures)
+        return found
+
+    def _run(self, call: ModelCall, captured: Captured, executor: Executor, inputs: Mapping[str, Tensor]) -> Any:
+        """The results of a call that everything is ready for."""
+        self._begins(captured.graph)
+        results = run_program(executor, inputs, self._explained)
+        end_forward(self.module, captured.graph)
+        return self._nested(captured.graph, executor.program, results, call)
 
     def _ready(self, call: ModelCall, captured: Captured) -> Executor:
         """The executor of a graph for these samples, compared with the plain module; ranks' buffers are equal."""
         executor = self._programs.executor(captured, self._agreed(call, captured).samples)
-        self.__dict__["program"] = executor.program
+        self.program = executor.program
         return executor
 
     def _agreed(self, call: ModelCall, captured: Captured) -> Agreement:
@@ -317,7 +327,7 @@ class Compiled(Wrapped):
     def _find(self, call: ModelCall) -> Captured:
         self._transport.begin_call()
         captured = self._captures.find(call, self.training)
-        self.__dict__["_batch"] = call.batch  # setting an attribute of a module takes microseconds
+        self._batch, self._captures.repeated = call.batch, None
         if captured is not self._latest:
             self._latest, self._example = captured, call.without_numbers()
         return captured
@@ -411,17 +421,7 @@ class Compiled(Wrapped):
             own = program.slots[slot].per_replica and self._transport.processes > 1
             result = result.squeeze(0) if own else result
             tensors.append(result if self._output_device is None else result.to(self._output_device))
-        given = iter(tensors)
-        leaves = [
-            leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, next(given))
-            for leaf in graph.user_outputs
-        ]
-        nested = pytree.tree_unflatten(leaves, graph.out_spec)
-        nested, extra = nested if any(one.count for one in graph.stored) else (nested, ())
-        left = iter(extra)
-        for one in graph.stored:
-            one.put(list(islice(left, one.count)))
-        return graph.containers.delivered(nested, call.containers)
+        return graph.returned(tensors, call.containers)
 
     @property
     def _slices(self) -> Sharding | None:

@@ -56,6 +56,7 @@ class Captures:
         plan: once it is made.
         planned: the shapes that it was made for.
         programs: lowers the graphs.
+        repeated: the call before, which another one may repeat (runtime/module/repeated_call.py); None once forgotten.
         progress: shows the phases of the first capture and of planning, if anything does.
     """
 
@@ -79,6 +80,7 @@ class Captures:
         self.plan: Plan | None = None
         self.planned: PlannedMemory | None = None
         self.progress: AbstractContextManager[Any] = nullcontext()
+        self.repeated: Any = None
 
     def clear(self) -> None:
         """Forget what was captured, but not the plan."""
@@ -91,9 +93,16 @@ class Captures:
         self._compiling.clear()
         self._own = _OwnTensors(self._module)
         self._hooks = HookWatch(self._module)
+        self.repeated = None
         self.programs.copies.clear()
         if self.programs.sync is not None:
             self.programs.sync.forget()
+
+    def still(self, graph: LayerGraph, modes: Hashable) -> bool:
+        """Whether a call of the kind that a graph was found for, in these modes, finds it again; it counts as one."""
+        found = not self._own.replaced and self.modes(graph.training) == modes and graph.reads.hold
+        self._calls += found
+        return found
 
     def find(self, call: ModelCall, training: bool) -> Captured:
         """The graph for a call, captured and planned for if it is the first of its kind.
@@ -110,7 +119,7 @@ class Captures:
         kind = self._kind(call, training)
         if self._own.replaced or kind in self._bound or self._captured.get(kind):
             return []
-        known = self._forms.get((self._modes(training), call.form), [])
+        known = self._forms.get((self.modes(training), call.form), [])
         return [captured for captured in known if captured.graph.reads.hold]
 
     def serve(self, call: ModelCall, captured: Captured, batch: int) -> bool:
@@ -200,7 +209,7 @@ class Captures:
             same.batches.add(batch or 1)
             return
         known = self.programs.know(graph, plan)
-        self._forms[self._modes(training), call.form].append(known)
+        self._forms[self.modes(training), call.form].append(known)
         if batch is not None:
             known.batches.add(batch)
         if graph.fixed_batch:
@@ -263,9 +272,9 @@ class Captures:
 
     def _kind(self, call: ModelCall, training: bool) -> Hashable:
         """The facts that two calls which share a graph have in common."""
-        return (self._modes(training), call.signature)
+        return (self.modes(training), call.signature)
 
-    def _modes(self, training: bool) -> Hashable:
+    def modes(self, training: bool) -> Hashable:
         """The modes that a graph is captured in."""
         casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in autocast_types())
         made = torch.empty(0)  # as the forward makes them
@@ -315,7 +324,7 @@ class Captures:
             if self.programs.waiting is not None:
                 stack.enter_context(with_memory(self._module, self._transport.physical(self._transport.owned[0])))
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
-            kind = self._modes(training), call.nesting
+            kind = self.modes(training), call.nesting
             how: dict[str, Any] = {"training": training, "dim": self._dim, "numbers": numbers, "settle": settle}
             how["compiling"] = kind in self._compiling or None
             try:
