@@ -138,7 +138,7 @@ def test_the_default_type_is_that_of_the_call() -> None:
 
 def test_a_graph_is_for_one_default_device() -> None:
     captures = compiled(MakesTensors(), spread(2, "data"), 2)._captures
-    before = captures._modes(True)
+    before = captures.modes(True)
     with torch.device("meta"):
-        assert captures._modes(True) != before
-    assert captures._modes(True) == before
+        assert captures.modes(True) != before
+    assert captures.modes(True) == before
