@@ -110,7 +110,15 @@ def _small(module: Any) -> tuple[Callable[[], nn.Module], tuple[int, ...]]:
     return lambda: Scored(module.small()[0]), tuple(module.small()[1][0].shape)
 
 
+def _deep(layers: int, width: int) -> nn.Module:
+    hidden = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    return Scored(nn.Sequential(*hidden, nn.Linear(width, 10)))
+
+
 SMALL = (
+    Network("tiny", lambda: _deep(1, 32), (16, 32), 10),
+    Network("deep", lambda: _deep(20, 64), (32, 64), 10),
+    Network("wide", lambda: _deep(2, 512), (64, 512), 10),
     Network("mlp", *_small(mlp), 5),
     Network("alexnet", *_small(alexnet), 5),
     Network("vgg16", *_small(vgg16), 5),
