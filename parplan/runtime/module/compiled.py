@@ -233,7 +233,7 @@ class Compiled(Wrapped):
             captured.check_weighed_by_samples()
         parts = self._parts(call, captured) if several else None
         executor, graph = self._ready(call, captured) if parts is None else parts.executor, captured.graph
-        program = executor.program
+        program = self.program = executor.program
         found = moments(captured, program.staged, early) if parts is None else ()
         nested, axes = partial(self._nested, graph, program, call=call), sample_axes(graph, call.dim)
         step = StagedStep(executor, nested, targets, call.batch or 1, axes, loss_fn, optimizer)
@@ -278,6 +278,7 @@ class Compiled(Wrapped):
 
     def _run(self, call: ModelCall, captured: Captured, executor: Executor, inputs: Mapping[str, Tensor]) -> Any:
         """The results of a call that everything is ready for."""
+        self.__dict__["program"] = executor.program  # setting an attribute of a module takes microseconds
         self._begins(captured.graph)
         results = run_program(executor, inputs, self._explained)
         end_forward(self.module, captured.graph)
@@ -285,9 +286,7 @@ class Compiled(Wrapped):
 
     def _ready(self, call: ModelCall, captured: Captured) -> Executor:
         """The executor of a graph for these samples, compared with the plain module; ranks' buffers are equal."""
-        executor = self._programs.executor(captured, self._agreed(call, captured).samples)
-        self.program = executor.program
-        return executor
+        return self._programs.executor(captured, self._agreed(call, captured).samples)
 
     def _agreed(self, call: ModelCall, captured: Captured) -> Agreement:
         """Agreement of all processes on a call, which is compared with the plain module first if need be."""
