@@ -24,7 +24,7 @@ from parplan.lowering.micro_batches import How, combinations
 from parplan.lowering.pipeline.stages import StageNumbers, stage_numbers
 from parplan.plan import Plan
 
-__all__ = ["Stages", "find_stages"]
+__all__ = ["Stages", "find_stages", "schedule_class"]
 
 BEGINNING, END = "BEGINNING", "END"
 
@@ -84,7 +84,7 @@ def find_stages(graph: LayerGraph, plan: Plan, module: nn.Module, inputs: tuple[
     cuts = {cut.path: cut.where for cut in _cuts(graph, order, [*bounds, *loss])}
     _check_values(graph, order, makes, numbers.count, targets)
     args = _micro_batch(graph, plan, inputs, len(numbers.groups[0]))
-    found = Stages(groups, of, cuts, _schedule(plan, numbers), _tied(graph, module, of), (), targets)
+    found = Stages(groups, of, cuts, schedule_class(plan, numbers), _tied(graph, module, of), (), targets)
     return replace(found, inputs=_tried(graph, found, module, args))
 
 
@@ -130,7 +130,7 @@ def _check_groups(plan: Plan, numbers: StageNumbers) -> None:
             )
 
 
-def _schedule(plan: Plan, numbers: StageNumbers) -> str:
+def schedule_class(plan: Plan, numbers: StageNumbers) -> str:
     """torch's name for the plan's order: with several stages per group, 1f1b is interleaved if they divide evenly."""
     groups, forward_first = len(numbers.groups), plan.schedule == "gpipe"
     if numbers.count == groups:

@@ -7,9 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from parplan.graph.layer_graph import Layer, LayerGraph
-
-__all__ = ["FIND_DEVICE", "RECOMPUTE", "TorchProgram", "code", "listed", "products"]
+__all__ = ["FIND_DEVICE", "RECOMPUTE", "TorchProgram", "code", "listed"]
 
 _LINE = 100
 
@@ -198,12 +196,3 @@ def code(names: str | tuple[str, ...]) -> str:
 def listed(words: Iterable[str], indent: int) -> list[str]:
     """Words as lines of a tuple."""
     return [f"{' ' * indent}{word}," for word in words]
-
-
-def products(graph: LayerGraph, layer: Layer) -> int:
-    """Multiply-adds of a layer's matrices, about: each weight, as often as there are positions of results."""
-    weights = [graph.values[name] for name in layer.parameters if len(graph.values[name].shape) > 1]
-    if layer.kind == "embedding" or not weights or not layer.outputs:
-        return 0
-    positions = graph.values[layer.outputs[0]].elements // max(1, weights[0].shape[0])
-    return sum(weight.elements for weight in weights) * positions

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from parplan.errors import PlanError
-from parplan.export.program_text import products
+from parplan.export.pipeline_stages import schedule_class
+from parplan.export.torch_program import products
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SAVED, SCHEDULES, STATES, Plan
@@ -93,7 +94,7 @@ def titan_config(graph: LayerGraph, plan: Plan) -> TitanConfig:
         "parallelism.pipeline_parallel_degree": groups,
     }
     if groups > 1:
-        fields["parallelism.pipeline_parallel_schedule"] = _schedule(plan, numbers.count > groups)
+        fields["parallelism.pipeline_parallel_schedule"] = schedule_class(plan, numbers).removeprefix("Schedule")
         fields["parallelism.num_pp_microbatches"] = plan.micro_batches
         firsts = {stage: name for name, stage in reversed([*numbers.of.items()])}
         begins = ", ".join(f"stage {stage} at {name}" for stage, name in sorted(firsts.items()) if stage)
@@ -109,12 +110,6 @@ def titan_config(graph: LayerGraph, plan: Plan) -> TitanConfig:
             f"layers with {replayed:.0%} of the work are replayed in the plan; {checkpoint or 'none'} is nearest"
         )
     return TitanConfig(f"{plan.model} on {plan.devices} devices", fields, checkpoint, tuple(said))
-
-
-def _schedule(plan: Plan, interleaved: bool) -> str:
-    """torch's name of the order in which micro-batches go through the stages."""
-    names = ("LoopedBFS", "GPipe") if plan.schedule == "gpipe" else ("Interleaved1F1B", "1F1B")
-    return names[not interleaved]
 
 
 def _tokens(graph: LayerGraph) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 from parplan.errors import ParplanError
 from parplan.export.pipeline_stages import Stages, find_stages
 from parplan.export.pipeline_text import PipelineProgram
-from parplan.export.program_text import TorchProgram, products
+from parplan.export.program_text import TorchProgram
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.graph.repeated import gather_groups
@@ -26,7 +26,7 @@ from parplan.lowering.micro_batches import combinations
 from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Scheme, Strategy
 from parplan.planner.search_space.verifier import check
 
-__all__ = ["torch_program"]
+__all__ = ["products", "torch_program"]
 
 # By the axis that is cut; an embedding's rows are its vocabulary.
 _STYLES: Mapping[type[nn.Module], Mapping[str, str]] = {
@@ -296,6 +296,15 @@ def _is_elementwise(layer: Layer) -> bool:
     """Whether a layer has elementwise ops alone, which compute on parts as on the whole."""
     ops = (node.target for node in layer.nodes if node.op == "call_function")
     return all(torch.Tag.pointwise in getattr(op, "tags", ()) for op in ops)
+
+
+def products(graph: LayerGraph, layer: Layer) -> int:
+    """Multiply-adds of a layer's matrices, about: each weight, as often as there are positions of results."""
+    weights = [graph.values[name] for name in layer.parameters if len(graph.values[name].shape) > 1]
+    if layer.kind == "embedding" or not weights or not layer.outputs:
+        return 0
+    positions = graph.values[layer.outputs[0]].elements // max(1, weights[0].shape[0])
+    return sum(weight.elements for weight in weights) * positions
 
 
 def _is_in(name: str, path: str) -> bool:

@@ -73,8 +73,7 @@ class ModelCall:
             leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
             nesting = str(spec)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if any(tensor.layout is not torch.strided for tensor in tensors):
-            check_dense(leaves)
+        check_dense(leaves)
         if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise RuntimeFailure(
                 "a compiled model was called with a tangent (torch.autograd.forward_ad), which does not reach its "

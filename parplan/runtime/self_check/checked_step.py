@@ -7,7 +7,7 @@ training, and would see samples twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -110,24 +110,24 @@ def executed_step(module: nn.Module, executor: Executor, call: ModelCall, weigh:
 
 def begin_forward(module: nn.Module, graph: LayerGraph) -> None:
     """Bring counters and numbers of the module up to date before a forward."""
-    if graph.counters:
-        _count(module, graph, graph.counters.keys() - graph.late)
+    _count(module, graph, graph.counters.keys() - graph.late)
     for name, number in graph.numbers.items():
         number.fill(graph.constants[name])
 
 
 def end_forward(module: nn.Module, graph: LayerGraph) -> None:
     """Count a forward that has run to its end."""
-    if graph.counters:
-        _count(module, graph, graph.counters.keys() & graph.late)
+    _count(module, graph, graph.counters.keys() & graph.late)
 
 
-@torch.no_grad()
-def _count(module: nn.Module, graph: LayerGraph, counters: Iterable[str]) -> None:
-    for name in counters:
-        counter = module.get_buffer(graph.buffers[name])
-        with as_current(counter.device):
-            counter.add_(graph.counters[name])
+def _count(module: nn.Module, graph: LayerGraph, counters: Set[str]) -> None:
+    if not counters:  # as of most models, whose every call asks
+        return
+    with torch.no_grad():
+        for name in counters:
+            counter = module.get_buffer(graph.buffers[name])
+            with as_current(counter.device):
+                counter.add_(graph.counters[name])
 
 
 def _values(
