@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from parplan.graph.layer_graph import LayerGraph
     from parplan.planner.request import Listener, PlanOptions
     from parplan.report.analysis import Analysis
-    from parplan.runtime.execution.dispatch import ThreadsOption
+    from parplan.runtime.dispatch import ThreadsOption
     from parplan.runtime.module.compiled import Compiled
     from parplan.runtime.programs.start_values import Weights
     from parplan.verification import Verification

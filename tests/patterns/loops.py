@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from benchmarks.training import Run
 from tests.patterns.nets import BATCH, Mlp, conv_net, sgd, steps, train
-from tests.patterns.pattern import Section
+from tests.patterns.pattern import SECOND_DERIVATIVES, Section
 
 SECTION = Section("Training loops")
 
@@ -385,8 +385,8 @@ def functional_gradients(run: Run) -> None:
 
 @SECTION(
     "a gradient penalty (`create_graph=True`)",
-    refused={"*": "econd derivative"},
-    why="second derivatives are not kept; compute the penalty with the plain model",
+    refused=SECOND_DERIVATIVES,
+    why="second derivatives are kept where each process has the whole model; else take the plain model for it",
 )
 def gradient_penalty(run: Run) -> None:
     model = run.compile(Mlp())

@@ -8,12 +8,17 @@ from fnmatch import fnmatchcase
 
 from benchmarks.training import TOLERANCE, Outcome, Script, Verdict
 
-__all__ = ["BEYOND", "CELLS", "LAUNCHES", "PLANS", "Pattern", "Section", "first_match"]
+__all__ = ["BEYOND", "CELLS", "LAUNCHES", "PLANS", "SECOND_DERIVATIVES", "Pattern", "Section", "first_match"]
 
 LAUNCHES = ("one", "ranks")  # two logical devices in one process; two processes under torchrun
 PLANS = ("replicas", "shards", "mixed", "slices", "solver")
 BEYOND = ("replays", "stages")  # plans that the page leaves out: they refuse what replicas refuse, and micro-batches
 CELLS = tuple(f"{launch}/{plan}" for launch in LAUNCHES for plan in (*PLANS, *BEYOND))
+
+SECOND_DERIVATIVES = dict.fromkeys(
+    ("one/*", "ranks/shards", "ranks/mixed", "ranks/slices", "ranks/replays"), "econd derivative"
+)
+"""The refusals of a pattern that needs them: wherever no process has the whole model in the caller's autograd."""
 
 
 @dataclass(frozen=True)

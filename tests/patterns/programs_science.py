@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.training import Run
 from tests.patterns.nets import BATCH, train
-from tests.patterns.pattern import Section
+from tests.patterns.pattern import SECOND_DERIVATIVES, Section
 
 SECTION = Section("Programs: tables, graphs, signals, state")
 
@@ -200,8 +200,8 @@ def dense_graphs(run: Run) -> None:
 
 @SECTION(
     "a physics-informed net: a Laplacian of results by inputs, where a gradient that is not used counts as zero",
-    refused={"*": "econd derivative"},
-    why="second derivatives are not kept; compute the residual with the plain model",
+    refused=SECOND_DERIVATIVES,
+    why="second derivatives are kept where each process has the whole model; else take the plain model for it",
 )
 def physics_informed(run: Run) -> None:
     model = run.compile(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
@@ -223,8 +223,8 @@ def physics_informed(run: Run) -> None:
 
 @SECTION(
     "a critic with a gradient penalty, whose own gradients `torch.autograd.grad` computes for a step by hand",
-    refused={"*": "econd derivative"},
-    why="second derivatives are not kept; compute the penalty with the plain model",
+    refused=SECOND_DERIVATIVES,
+    why="second derivatives are kept where each process has the whole model; else take the plain model for it",
 )
 def penalised_critic(run: Run) -> None:
     model = run.compile(nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 2)))

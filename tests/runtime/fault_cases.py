@@ -85,6 +85,7 @@ def train_with_a_fault(
             FAULTS[fault]()
 
     dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=timeout_s), rank=rank, world_size=ranks)
+    dist.barrier()  # a rank that dies while another one still connects to it is torch's to notice
     try:
         net, inputs = net_and_inputs(kind, 4)
         come_to("start")

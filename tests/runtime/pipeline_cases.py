@@ -22,7 +22,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import unit_of
 from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Strategy
-from parplan.runtime.execution import executor
+from parplan.runtime.execution import slot_parts
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner, spread
 from tests.runtime.slice_cases import Decoder, trained_in_less_memory
@@ -205,7 +205,7 @@ def on_ranks(rank: int, ranks: int) -> None:
     if ranks == 4:
         for state in STATES:
             trained(Staging(2, 4, 4, state=state), 16)
-    with patch.object(executor, "TOGETHER", 100):  # bytes: two or three micro-batches of an input
+    with patch.object(slot_parts, "TOGETHER", 100):  # bytes: two or three micro-batches of an input
         trained(Staging(ranks, ranks, 7), 7 * ranks, sizes=(7 * ranks, 9 * ranks + 1, 7 * ranks))
 
 

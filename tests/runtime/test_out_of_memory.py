@@ -8,6 +8,7 @@ import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -155,18 +156,34 @@ def test_other_errors_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value is error
 
 
-def _one_without_memory(rank: int, ranks: int) -> None:
-    model = parplan.compile(mlp(), torch.ones(2, 6).double(), pins=["*=replicas:2"])
-    loss = model(torch.ones(2, 6).double()).sum()
-    with pytest.MonkeyPatch.context() as patch:
+def _one_without_memory(rank: int, ranks: int, pin: str, whole_step: bool = False) -> None:
+    model = parplan.compile(mlp(), torch.ones(2, 6).double(), pins=[f"*={pin}"])
+    own, optimizer = torch.ones(2, 6).double(), torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss_of(result: Tensor, _: object) -> Tensor:
+        loss = result.sum()
         if rank:
-            patch.setattr(torch.autograd, "grad", raises(torch.OutOfMemoryError(CUDA_TEXT)))
-            with pytest.raises(OutOfMemory, match=r"^rank 1: CUDA out of memory.*(.|\n)*the plan's predicted peak is"):
-                loss.backward()
-            return  # its process leaves the group
+            loss.register_hook(raises(torch.OutOfMemoryError(CUDA_TEXT)))
+        return loss
+
+    def step() -> None:
+        if whole_step:
+            model.train_step(own, own, loss_of, optimizer)
+            return
+        loss = model(own).sum()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr(torch.autograd, "grad", raises(torch.OutOfMemoryError(CUDA_TEXT)))
+            loss.backward()
+
+    if rank:
+        with pytest.raises(OutOfMemory, match=r"^rank 1: CUDA out of memory.*(.|\n)*the plan's predicted peak is"):
+            step()
+        return  # its process leaves the group
     with pytest.raises(RuntimeFailure, match=r"^rank 0: .* failed: .*another rank has probably stopped"):
-        loss.backward()
+        step()
 
 
-def test_one_rank_without_memory_ends_the_others_too() -> None:
-    run_case(_one_without_memory, 2)
+@pytest.mark.parametrize(("pin", "whole_step"), [("shards:2", False), ("replicas:2", True)])
+def test_one_rank_without_memory_ends_the_others_too(pin: str, whole_step: bool) -> None:
+    run_case(partial(_one_without_memory, pin=pin, whole_step=whole_step), 2)

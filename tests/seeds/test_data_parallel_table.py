@@ -24,7 +24,7 @@ from parplan.graph.capture.capture import capture
 from parplan.lowering.holdings import ALONE_BYTES
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
-from parplan.runtime.execution.dispatch import Inline, Threads
+from parplan.runtime.dispatch import Inline, Threads
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.local import LocalTransport

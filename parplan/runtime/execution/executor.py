@@ -5,53 +5,80 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.sites import site_of
 from parplan.graph.user_line import failing_layer
 from parplan.layout import Grid
+from parplan.lowering.holdings import Bucket
 from parplan.lowering.pipeline.stages import Pipeline, pipeline
-from parplan.lowering.program import Compute, Program, Transfer, last_reads
-from parplan.runtime.compat import writes
+from parplan.lowering.program import Compute, Program, last_reads
+from parplan.runtime.dispatch import Dispatch, Inline
 from parplan.runtime.execution.buffer_sync import BufferBroadcast
-from parplan.runtime.execution.dispatch import Dispatch, Inline
 from parplan.runtime.execution.module_hooks import HookCalls
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.execution.random_state import OwnDraws, SeededOps, draws_any
 from parplan.runtime.execution.segment_cache import EAGER, Function, SegmentCache, written_buffers
-from parplan.runtime.execution.timeline import Recorder, Span
+from parplan.runtime.execution.slot_parts import memory
+from parplan.runtime.execution.timeline import Recorder
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
-from parplan.runtime.transport.base import Held, Pending, Transport
+from parplan.runtime.transport.base import Transport
 
-__all__ = ["Executor", "FreedWeights", "SingleDevice", "SlotParts", "memory", "start_together"]
-
-TOGETHER = 1 << 20
-"""Bytes up to which messages of one step go as one: smaller ones cost their handling, and larger ones would be copied,
-and hold up the first micro-batch until those of all have arrived."""
-
-
-_Call = tuple[Compute, Function, Sequence[Tensor] | None]
+__all__ = ["Executor", "GradientSum", "LocalForward", "LocalStep"]
 
 
 @dataclass(frozen=True)
-class SingleDevice:
-    """A program that one device runs alone, prepared: the order of its steps is that of the caller's autograd.
+class GradientSum:
+    """A bucket's all-reduce over all processes.
+
+    Args:
+        label: for messages.
+        shapes, sizes: of the parameters; elements.
+    """
+
+    label: str
+    bucket: Bucket
+    group: Sequence[int]
+    shapes: Sequence[Sequence[int]]
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """A compute step of a device that meets no other in its forward.
+
+    Args:
+        states: its parameters and buffers; None where some are made anew in every call.
+        sums: of gradients of parameters that no step before has used.
+    """
+
+    step: Compute
+    code: Function
+    states: Sequence[Tensor] | None
+    sums: Sequence[GradientSum]
+
+
+@dataclass(frozen=True)
+class LocalForward:
+    """A forward that a device of this process computes alone, prepared: it runs in the caller's autograd. The device
+    has the whole program, or each process has all of it for its own samples and they sum gradients alone.
 
     Args:
         place: where the device lives.
-        calls: each step, its code, and its parameters and buffers; None where some are made anew in every call.
         tensors: all of the module's own that steps use, which have to lie on the device.
     """
 
     device: int
     place: torch.device
-    calls: Sequence[_Call]
+    steps: Sequence[LocalStep]
     tensors: Sequence[Tensor]
 
 
@@ -70,7 +97,7 @@ class Executor:
         dispatch: which thread runs the devices' work; default: the caller's.
         hooks: whether the user's module hooks are called.
         backend: that compiles the code of compute steps.
-        caller_autograd: whether a program that one device runs alone runs in the caller's autograd.
+        caller_autograd: whether a forward that a device computes alone runs in the caller's autograd.
 
     Attributes:
         several_results: more than one result takes a gradient, so that a loss may leave some out, and the parameters
@@ -137,26 +164,44 @@ class Executor:
                 transport.group(group)
 
     @cached_property
-    def single_device(self) -> SingleDevice | None:
-        """The program as one device of a process of its own runs it, where nothing has to be moved or computed again;
-        None of other programs."""
-        program, steps = self.program, self.program.computes
+    def local_forward(self) -> LocalForward | None:
+        """The program's forward where a device of this process computes it alone, and nothing is computed again; None
+        of other programs."""
+        program, steps, several = self.program, self.program.computes, self.transport.processes > 1
         devices = {device for step in steps for device in step.grid.devices}
-        moves = len(steps) < len(program.forward) or bool(program.slices) or len(devices) != 1
+        moves = len(steps) < len(program.forward) or bool(program.slices) or len(devices) != self.transport.processes
         again = any(step.unit is not None or step.pass_number is not None for step in steps) or bool(program.updates)
         watched = type(self.recorder) is not Recorder or not isinstance(self.dispatch, Inline)
-        watched = watched or not self._caller_autograd
-        if self.transport.processes > 1 or moves or again or watched:
+        if moves or again or watched or not self._caller_autograd or (several and not self._meets_in_sums_alone):
             return None
-        (device,) = devices
-        special, calls = self._changing | self._statistics, list[_Call]()
+        (device,) = devices.intersection(self.transport.owned)
+        special, known = self._changing | self._statistics, list[LocalStep]()
+        entered = set[int]()  # of buckets
         for step in steps:
-            states = None
-            if special.isdisjoint(state.name for state in step.states):
-                states = [self.store.original(state.name) for state in step.states]
-            calls.append((step, self.code.get(step, device), states))
+            names = {state.name for state in step.states}
+            states = [self.store.original(state.name) for state in step.states] if special.isdisjoint(names) else None
+            first = [b for b in program.buckets if id(b) not in entered and not names.isdisjoint(b.parameters)]
+            entered.update(map(id, first))
+            known.append(LocalStep(step, self.code.get(step, device), states, [self._sum(b, device) for b in first]))
         tensors = [self.store.original(state.name) for step in steps for state in step.states]
-        return SingleDevice(device, self.transport.physical(device), calls, tensors)
+        return LocalForward(device, self.transport.physical(device), known, tensors)
+
+    def _sum(self, bucket: Bucket, device: int) -> GradientSum:
+        (group,) = bucket.groups
+        label = f"the gradient sum of {', '.join(map(self.store.label, bucket.parameters))}"
+        shapes = [self.store.shapes[name][device] for name in bucket.parameters]
+        return GradientSum(label, bucket, group, shapes, [*map(prod, shapes)])
+
+    @property
+    def _meets_in_sums_alone(self) -> bool:
+        """Whether every process computes all of the program for samples of its own, and a backward from any result
+        reaches every gradient sum, so that all processes come to it."""
+        program = self.program
+        spread = all(step.grid.replicas == self.transport.processes for step in program.computes)
+        empty = any(step.batch(device) == 0 for step in program.computes for device in step.grid.devices)
+        # The user's own code may give no gradient in one process and one in another.
+        own_code = any(site_of(node) is not None for layer in self.graph.layers.values() for node in layer.nodes)
+        return spread and not empty and not own_code and not self.graph.sites and not self.several_results
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -285,144 +330,3 @@ class Executor:
             for state in step.states:
                 if state.name in written:
                     self.store.write_back(state, device)
-
-
-class SlotParts:
-    """The parts of every slot that are in this process, and those that are on their way to it."""
-
-    def __init__(self, transport: Transport, recorder: Recorder) -> None:
-        self._transport = transport
-        self._recorder = recorder
-        self._parts: dict[str, Held] = defaultdict(dict)
-        self._coming: dict[str, list[tuple[Pending, Span]]] = defaultdict(list)  # waiting is recorded under the span
-
-    def add(self, slot: str, device: int, tensor: Tensor) -> None:
-        """Put a part, or add to it; never in place, as it may be shared."""
-        with self._transport.on(device):
-            self.put(slot, device, tensor)
-
-    def put(self, slot: str, device: int, tensor: Tensor) -> None:
-        """The same on the current stream."""
-        known = self._parts[slot].get(device)
-        self._parts[slot][device] = tensor if known is None else known + tensor
-
-    def start(self, transfer: Transfer, tensors: Held, backward: bool = False) -> None:
-        """Start a transfer, or that of its gradient, whose results are added to the slot it fills when that is read."""
-        slot, exchange = (transfer.source, transfer.transposed) if backward else (transfer.target, transfer.exchange)
-        span = self._recorder.moving(transfer, backward)
-        with span:
-            sent = {device: self._cast(tensor, exchange.dtype, device) for device, tensor in tensors.items()}
-            self._coming[slot].append((self._transport.start(exchange, sent), span))
-
-    def _cast(self, tensor: Tensor, dtype: torch.dtype, device: int) -> Tensor:
-        """A tensor in the type in which it is sent: weights that autocast reads in another one, and their gradients."""
-        if tensor.dtype == dtype:
-            return tensor
-        with self._transport.on(device):
-            return tensor.to(dtype)
-
-    def expect(self, transfer: Transfer, pending: Pending) -> None:
-        """Add what was started for a transfer to the slot it fills, when that is read."""
-        self._coming[transfer.target].append((pending, self._recorder.moving(transfer, False)))
-
-    def get(self, slot: str) -> Held:
-        """The parts of a slot, after those on their way have arrived."""
-        for pending, span in self._coming.pop(slot, ()):
-            with span:
-                arrived = pending.wait()
-            for device, tensor in arrived.items():
-                self.add(slot, device, tensor)
-        return self._parts[slot]
-
-    def drop(self, slot: str) -> None:
-        """Forget a slot."""
-        self._parts.pop(slot, None)
-
-    def settle(self) -> None:
-        """Wait for everything that is on its way."""
-        for slot in list(self._coming):
-            self.get(slot)
-
-
-def start_together(moves: Sequence[tuple[SlotParts, Transfer]], transport: Transport) -> None:
-    """Start transfers of several runs of a program, such as a step's micro-batches; between processes small ones of a
-    value together.
-
-    All processes give them in one order, so that they agree on what goes together.
-    """
-    groups: dict[str, list[list[tuple[SlotParts, Transfer]]]] = defaultdict(list)
-    room: dict[str, int] = defaultdict(int)  # in the last group of a value
-    for parts, transfer in moves:
-        nbytes = transfer.exchange.nbytes
-        if nbytes > room[transfer.target] or transfer.target not in groups or transport.processes == 1:
-            groups[transfer.target].append([])
-            room[transfer.target] = TOGETHER
-        groups[transfer.target][-1].append((parts, transfer))
-        room[transfer.target] -= nbytes
-    for group in (group for own in groups.values() for group in own):
-        if len(group) == 1:
-            parts, transfer = group[0]
-            parts.start(transfer, parts.get(transfer.source))
-            continue
-        started = transport.start_together([(t.exchange, parts.get(t.source)) for parts, t in group])
-        for (parts, transfer), pending in zip(group, started, strict=True):
-            parts.expect(transfer, pending)
-
-
-class FreedWeights:
-    """Gathered weights of one call that are freed behind their forward, in the tensors that autograd's graphs hold, and
-    gathered again into those for the backward.
-
-    Args:
-        store: whose slices they are gathered from.
-        transport: moves them.
-        recorder: told of it.
-    """
-
-    def __init__(self, store: Store, transport: Transport, recorder: Recorder) -> None:
-        self._store, self._transport = store, transport
-        self._parts = SlotParts(transport, recorder)
-        self._writes: dict[str, int] = {}  # of the parameters, when the forward began
-
-    def begin(self, parameters: Iterable[str]) -> None:
-        """A forward begins; of the parameters whose weights will be gathered again."""
-        self._writes = {name: writes(self._store.original(name)) for name in parameters}
-
-    def free(self, device: int, weights: Iterable[Tensor]) -> None:
-        """Free the memory of weights."""
-        with self._transport.on(device):
-            for tensor in weights:
-                tensor.untyped_storage().resize_(0)
-
-    def gather(self, transfer: Transfer) -> None:
-        """Start to gather weights for their backward.
-
-        Raises:
-            RuntimeFailure: they were written since the forward.
-        """
-        name, given = transfer.given.value, transfer.given
-        if writes(self._store.original(name)) != self._writes[name]:
-            raise RuntimeFailure(
-                f"{self._store.label(name)} was written between a forward and its backward, for which its weights are "
-                'gathered again; call backward before the optimizer steps, or plan its layer with state "sharded"'
-            )
-        owned = [device for device in given.devices if device in self._transport.owned]
-        self._parts.drop(transfer.target)  # of a backward before, where a step did not go back on some device
-        slices = dict[int, Tensor]()
-        for device in owned:
-            with self._transport.on(device):  # which is past waiting for the caller's stream, unlike in a forward
-                slices[device] = self._store.slice(name, device)
-        self._parts.start(transfer, slices)
-
-    def refill(self, device: int, weights: Mapping[str, Tensor]) -> None:
-        """Put gathered weights into a graph's tensors, by slot."""
-        for slot, tensor in weights.items():
-            if tensor.untyped_storage().size() == 0 and (found := self._parts.get(slot).pop(device, None)) is not None:
-                with self._transport.on(device):
-                    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-                    tensor.data.copy_(found)  # a write that autograd need not know of: the same values
-
-
-def memory(tensor: Tensor) -> int:
-    """The address of a tensor's storage: the same for views of one another."""
-    return tensor.untyped_storage().data_ptr()

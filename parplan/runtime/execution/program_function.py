@@ -3,11 +3,15 @@
 Autograd is not asked to order anything across devices. One outer `autograd.Function` stands for the whole call, and its
 backward takes the program's backward steps one by one. So every process meets every other one in the same order,
 whatever the model, and nothing can wait in a circle.
+
+A forward that a device computes alone runs in the caller's autograd, which records it as it does the plain module's.
+Where processes sum gradients, those go through nodes that begin the sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakMethod
 
@@ -17,9 +21,11 @@ from torch import Tensor
 from parplan.accelerators import as_current
 from parplan.errors import RuntimeFailure
 from parplan.runtime.compat import call_hooks_with_gradients_only, recomputed_once
-from parplan.runtime.execution.executor import Executor, SingleDevice
+from parplan.runtime.execution.executor import Executor, GradientSum, LocalForward, LocalStep
 from parplan.runtime.execution.run import Run
 from parplan.runtime.out_of_memory import is_out_of_memory
+from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
+from parplan.runtime.transport.base import Pending
 
 __all__ = ["ProgramFunction", "run_program"]
 
@@ -31,11 +37,11 @@ def run_program(
 
     Args:
         explained: a method that gives the error to raise in the backward in place of one of an allocation; the backward
-            of one device alone is the caller's autograd's, whose errors are torch's.
+            of a forward that a device computes alone is the caller's autograd's, whose errors are torch's.
     """
-    single = executor.single_device
-    if single is not None and not any(tensor.device != single.place for tensor in single.tensors):
-        return _run_single(executor, single, inputs)
+    local = executor.local_forward
+    if local is not None and not any(tensor.device != local.place for tensor in local.tensors):
+        return _run_local(executor, local, inputs)
     trainable = executor.store.trainable
     tensors: list[Tensor] = [*inputs.values(), *trainable.values()]
     run = Run(executor, tuple(inputs), tuple(trainable))
@@ -54,19 +60,138 @@ def run_program(
     return list(results)
 
 
-def _run_single(executor: Executor, single: SingleDevice, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """The results of a program that one device runs alone, in the order of the caller's autograd, which records it."""
-    values = {name: tensor.to(single.place) for name, tensor in inputs.items()}
-    with as_current(single.place):
-        for step, code, states in single.calls:
+def _run_local(executor: Executor, local: LocalForward, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """The results of a forward that a device computes alone, recorded by the caller's autograd."""
+    values = {name: tensor.to(local.place) for name, tensor in inputs.items()}
+    weights = _Weights(executor) if executor.transport.processes > 1 and torch.is_grad_enabled() else None
+    with as_current(local.place), executor.own_draws().entered() if executor.seeded.apart else nullcontext():
+        for known in local.steps:
+            step, states = known.step, known.states
             operands = [values[operand.slot] for operand in step.operands]
-            own = executor.states(step, single.device, attached=True) if states is None else states
-            results = executor.run_code(step, single.device, code, (*operands, *own))
+            states = executor.states(step, local.device, attached=True) if states is None else states
+            states = states if weights is None else weights.of_step(known, states)
+            results = executor.run_code(step, local.device, known.code, (*operands, *states))
             for result, tensor in zip(step.results, results, strict=True):
                 values[result.slot] = tensor
             for slot in executor.last_reads[id(step)]:
                 values.pop(slot, None)
+            executor.done(step)
+    executor.share_buffers()
     return [values[slot] for slot in executor.program.outputs]
+
+
+class _Weights:
+    """The parameters in a forward of one of several processes, whose gradients are summed over all.
+
+    Autograd goes back last to what was recorded first. So the sum of a bucket is recorded in front of the first step
+    that uses its parameters, and begins beside the backward of the steps before that; what waits for all sums is
+    recorded in front of the whole forward.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._aliases = executor.aliases()
+        # One sum alone has no backward to run beside, and is waited for where it begins.
+        self._begun: list[Pending] | None = [] if len(executor.program.buckets) > 1 else None
+        tensors: Sequence[Tensor] = self._aliases.tensors
+        if self._begun is not None and tensors:
+            tensors = _SumsArrived.apply(self._begun, *tensors)  # type: ignore[no-untyped-call]
+        self._known = dict(zip(executor.store.trainable, tensors, strict=True))
+
+    def of_step(self, known: LocalStep, states: Sequence[Tensor]) -> list[Tensor]:
+        """The states of a step, of which parameters go through their sums."""
+        for one in known.sums:
+            names = one.bucket.parameters
+            held = (self._executor, self._aliases, one, self._begun)
+            made = _BucketSum.apply(*held, *map(self._known.__getitem__, names))  # type: ignore[no-untyped-call]
+            self._known.update(zip(names, made, strict=True))
+        named = zip(known.step.states, states, strict=True)
+        return [self._known.get(state.name, tensor) for state, tensor in named]
+
+
+class _SumsArrived(torch.autograd.Function):
+    """Parameters as they are; the backward waits for the sums that fill their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, begun: list[Pending], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.begun = begun
+        return tuple(parameter.detach() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        while ctx.begun:
+            ctx.begun.pop(0).wait()
+        return (None, *gradients)
+
+
+class _BucketSum(torch.autograd.Function):
+    """The parameters of a bucket as they are; the backward begins the mean of their gradients over processes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        executor: Executor,
+        aliases: ParameterAliases,
+        wanted: GradientSum,
+        begun: list[Pending] | None,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.executor, ctx.wanted, ctx.begun = executor, wanted, begun
+        ctx.aliases = aliases  # shared with other calls as long as the backward may still come
+        return tuple(parameter.detach() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _refuse_several(gradients)
+        executor, wanted = ctx.executor, ctx.wanted
+        with torch.no_grad():
+            flat, found = _mean_terms(executor, wanted, gradients)
+            begun = executor.transport.reduce(wanted.label, wanted.group, dict.fromkeys(executor.transport.owned, flat))
+            begun.wait() if ctx.begun is None else ctx.begun.append(begun)
+        if torch.is_grad_enabled():  # create_graph=True
+            depends_on = [one for one in gradients if one is not None and one.requires_grad]
+            found = [_OnceDifferentiable.apply(one, *depends_on) for one in found]  # type: ignore[no-untyped-call]
+        return (None, None, None, None, *found)
+
+
+_LARGE = 1 << 15
+"""Mean bytes of a bucket's gradients from which a second pass over its memory takes longer than a call of Python for
+each of them."""
+
+
+def _mean_terms(
+    executor: Executor, wanted: GradientSum, gradients: Sequence[Tensor | None]
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """This process's terms of the mean of a bucket's gradients: one flat tensor, and its parts for each parameter.
+
+    The memory is new: that of the gradients may be someone else's, and that of the parts becomes `.grad`.
+    """
+    like = executor.store.original(wanted.bucket.parameters[0])
+    flat = torch.empty(sum(wanted.sizes), dtype=like.dtype, device=like.device)
+    parts = [part.view(shape) for part, shape in zip(flat.split(wanted.sizes), wanted.shapes, strict=True)]
+    known = [part.zero_() if one is None else one for part, one in zip(parts, gradients, strict=True)]
+    count = executor.transport.processes
+    if flat.nbytes < _LARGE * len(parts):
+        torch._foreach_copy_(parts, known)
+        flat.div_(count)
+    else:
+        for part, one in zip(parts, known, strict=True):
+            torch.div(one, count, out=part)
+    return flat, parts
+
+
+def _refuse_several(gradients: Sequence[Tensor | None]) -> None:
+    """Refuse gradients that stand for several at once (is_grads_batched, vmap)."""
+    try:
+        [gradient.data_ptr() for gradient in gradients if gradient is not None]
+    except (NotImplementedError, RuntimeError) as error:
+        raise RuntimeFailure(
+            "a compiled model was differentiated for several gradients at once (is_grads_batched, vmap), of which "
+            "its devices see no single one; call torch.autograd.grad once for each, or use the plain model, "
+            "`module` of the compiled one"
+        ) from error
 
 
 class ProgramFunction(torch.autograd.Function):
@@ -93,14 +218,7 @@ class ProgramFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs and parameters."""
         differentiable = torch.is_grad_enabled()  # create_graph=True
-        try:
-            [gradient.data_ptr() for gradient in gradients if gradient is not None]
-        except (NotImplementedError, RuntimeError) as error:
-            raise RuntimeFailure(
-                "a compiled model was differentiated for several gradients at once (is_grads_batched, vmap), of which "
-                "its devices see no single one; call torch.autograd.grad once for each, or use the plain model, "
-                "`module` of the compiled one"
-            ) from error
+        _refuse_several(gradients)
         ctx.run.enter_backward()
         with torch.no_grad(), recomputed_once():
             # Under a checkpoint this computes the forward again: here, where all processes are, and not at the first

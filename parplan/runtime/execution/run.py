@@ -21,8 +21,9 @@ from parplan.layout import whole_block
 from parplan.lowering.passes import put, take
 from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Regather, Slot, Split, State, Step, Transfer
 from parplan.runtime.compat import in_backward, keeps_graph, writes
-from parplan.runtime.execution.executor import Executor, FreedWeights, SlotParts, memory
+from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.gradients import Gradients
+from parplan.runtime.execution.slot_parts import FreedWeights, SlotParts, memory
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 
 __all__ = ["Run"]

@@ -22,16 +22,16 @@ from parplan.errors import RuntimeFailure
 from parplan.lowering.micro_batches import Combination, How
 from parplan.lowering.pipeline.orders import Action
 from parplan.lowering.program import Staged, Transfer
-from parplan.runtime.execution.executor import Executor, SlotParts, start_together
+from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.gradients import Gradients
 from parplan.runtime.execution.run import Run
+from parplan.runtime.execution.slot_parts import SlotParts, start_together
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Pending
 
 __all__ = [
     "LossGradients", "LossInside", "MicroBatch", "Moment", "Update", "run_micro_batches", "run_passes", "run_with_loss",
 ]  # fmt: skip
-
 
 # The caller's loss: gradients of the results of one pass, which is given by its number.
 LossGradients = Callable[[int, list[Tensor]], list[Tensor | None]]

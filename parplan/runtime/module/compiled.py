@@ -24,7 +24,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.program import Program
 from parplan.plan import Plan
 from parplan.runtime.calls import ModelCall
-from parplan.runtime.execution.dispatch import ThreadsOption
+from parplan.runtime.dispatch import ThreadsOption
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.program_function import run_program
 from parplan.runtime.execution.staged_run import run_with_loss

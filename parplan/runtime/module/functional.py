@@ -18,7 +18,7 @@ from torch import Tensor
 from parplan.accelerators import as_current
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
-from parplan.runtime.execution.dispatch import CallersModes
+from parplan.runtime.dispatch import CallersModes
 from parplan.runtime.transport.streams import sent
 
 __all__ = ["broadcast", "gather", "parallel_apply", "reduce", "scatter"]

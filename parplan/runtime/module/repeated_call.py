@@ -1,4 +1,5 @@
-"""A call of one device that the next one may repeat: then its program runs at once, and nothing is looked up.
+"""A call that a device computed alone and the next one may repeat: then its program runs at once, and nothing is looked
+up.
 
 Most calls of a training have the same sizes and modes. All that a call is asked for (calls.py, programs/captures.py) is
 compared with what is known of the one before; where anything differs it takes the way of every call.
@@ -46,10 +47,14 @@ class RepeatedCall:
         call: ModelCall, names: tuple[str, ...], captured: Captured, executor: Executor, captures: Captures
     ) -> RepeatedCall | None:
         """A call to be compared with; None where every call has to be looked at: an argument is no tensor, or its
-        values matter, random numbers are drawn for the call, or more than one device works."""
-        graph, seeded = captured.graph, captured.seeded
+        values matter, random numbers are drawn for the call, processes tell each other of it, or devices exchange
+        values."""
+        graph, seeded, programs = captured.graph, captured.seeded, captures.programs
+        cuts = programs.sharding is not None and programs.sharding.cuts
+        if executor.transport.processes > 1 and (captured.exchanges or cuts or programs.sync is not None):
+            return None
         tensors = all(type(leaf) is Tensor for leaf in call.leaves) and len(call.leaves) == len(graph.user_inputs)
-        if not tensors or graph.checks or seeded.any or seeded.apart or executor.single_device is None:
+        if not tensors or graph.checks or seeded.any or seeded.apart or executor.local_forward is None:
             return None
         known = [(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in call.leaves]
         modes = captures.modes(graph.training)

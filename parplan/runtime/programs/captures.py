@@ -101,7 +101,9 @@ class Captures:
     def still(self, graph: LayerGraph, modes: Hashable) -> bool:
         """Whether a call of the kind that a graph was found for, in these modes, finds it again; it counts as one."""
         found = not self._own.replaced and self.modes(graph.training) == modes and graph.reads.hold
-        self._calls += found
+        if found:
+            self._calls += 1
+            self._transport.begin_call()
         return found
 
     def find(self, call: ModelCall, training: bool) -> Captured:

@@ -27,8 +27,8 @@ from parplan.lowering.step_setting import StepSetting
 from parplan.lowering.strategies import strategies_for
 from parplan.plan import SCHEDULES, Plan, Scheme, Strategy
 from parplan.runtime.calls import ModelCall
+from parplan.runtime.dispatch import ThreadsOption, dispatch_for
 from parplan.runtime.execution.buffer_sync import BufferSync
-from parplan.runtime.execution.dispatch import ThreadsOption, dispatch_for
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.module_hooks import with_whole_hooks
 from parplan.runtime.execution.parameter_store import Copies, Store

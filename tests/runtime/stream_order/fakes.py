@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parplan.runtime.execution import dispatch
+from parplan.runtime import dispatch
 from parplan.runtime.execution.program_function import ProgramFunction
 from parplan.runtime.execution.staged_run import _StepWithLoss
 from parplan.runtime.module import functional

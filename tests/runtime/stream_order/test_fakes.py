@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parplan.runtime.execution import dispatch
+from parplan.runtime import dispatch
 from tests.runtime.stream_order.fakes import (
     FakeEvent,
     FakeStream,

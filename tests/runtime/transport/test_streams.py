@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from parplan.accelerators import is_started
 from parplan.layout import Grid, Layout, pieces
 from parplan.lowering.program import Exchange
-from parplan.runtime.execution import dispatch
-from parplan.runtime.execution.dispatch import CallersModes
+from parplan.runtime import dispatch
+from parplan.runtime.dispatch import CallersModes
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.local import LocalTransport
 from parplan.runtime.transport.streams import Streams, sent

@@ -1,0 +1,255 @@
+"""Processes that compute all of a model for their own samples: their forward is the caller's autograd's, and gradient
+sums begin in its backward. Compared with the plain model with the mean of all processes' losses, in float64."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from parplan.errors import RuntimeFailure
+from parplan.lowering import holdings
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.transport.distributed import DistributedTransport
+from tests.runtime.helpers import planner, spread
+from tests.runtime.ranks import run_case
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """(N, 6) to (N, 6): three layers, of which one is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 6)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.middle(self.first(x).tanh()).sin()
+        result: Tensor = self.last(self.middle(h).sigmoid())
+        return result
+
+
+class Pair:
+    """A compiled model and the plain one, with each rank's samples."""
+
+    def __init__(self, ranks: int, nbytes: int, net: Callable[[], nn.Module] = Net, **options: Any) -> None:
+        self.plain, self.ranks = net(), ranks
+        self.model = Compiled(copy.deepcopy(self.plain), planner(spread(ranks, "data"), ranks), **options)
+        self.x = torch.randn(ranks, 3, 6, dtype=torch.float64)
+        with patch.object(holdings, "FIRST_BUCKET_BYTES", nbytes), patch.object(holdings, "BUCKET_BYTES", nbytes):
+            self.model(self.x[0]).sum().backward()
+        self.model.zero_grad()
+        program = self.model.program
+        assert program is not None
+        self.buckets = program.buckets
+
+    def compare(self, rank: int, loss: Loss, what: str) -> None:
+        """A backward of both, from what `.grad` holds."""
+        torch.stack([loss(self.plain, self.x[other]) for other in range(self.ranks)]).mean().backward()
+        loss(self.model, self.x[rank]).backward()
+        self.same(what)
+
+    def same(self, what: str) -> None:
+        """Equal gradients of all parameters."""
+        found = dict(self.model.module.named_parameters())
+        for name, parameter in self.plain.named_parameters():
+            text = partial("{}: {}: {}".format, what, name)
+            torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-9, atol=1e-12, msg=text)
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss with the gradient of the input's, as of a Wasserstein critic."""
+    x = x.clone().requires_grad_()
+    result = model(x)
+    (slope,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+    return result.mean() + (slope.norm(2, 1) - 1).square().mean()
+
+
+LOSSES: Mapping[str, Loss] = {
+    "a mean": lambda model, x: model(x).square().mean(),
+    "two calls": lambda model, x: (model(x) * model(x.flip(0)).exp()).sum(),
+    "a call of the result of another": lambda model, x: model(model(x)).square().sum(),
+    "a checkpoint": lambda model, x: checkpoint(model, x.clone().requires_grad_(), use_reentrant=False).sum(),
+    "a checkpoint with reentry": lambda m, x: checkpoint(m, x.clone().requires_grad_(), use_reentrant=True).sum(),
+    "a term beside": lambda model, x: model(x).sum() + next(model.parameters()).square().sum(),
+    "a part of the samples": lambda model, x: model(x)[1:].square().mean(),
+    "a gradient penalty": penalty,
+}
+
+
+def _gradients(rank: int, ranks: int) -> None:
+    for nbytes, count in ((1, 6), (400, 3), (1 << 20, 1)):
+        torch.manual_seed(3)
+        pair = Pair(ranks, nbytes)
+        assert len(pair.buckets) == count, pair.buckets
+        for what, loss in LOSSES.items():
+            for step in ("first", "added"):
+                pair.compare(rank, loss, f"{count} buckets, {what}, {step}")
+            pair.model.zero_grad(), pair.plain.zero_grad()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_gradients_are_the_means_of_all_processes(ranks: int) -> None:
+    run_case(_gradients, ranks)
+
+
+def _again(rank: int, ranks: int) -> None:
+    pair = Pair(ranks, 1)
+    kept, x = pair.model(pair.x[rank]).square().mean(), pair.x[rank].clone().requires_grad_()
+    kept.backward(retain_graph=True)
+    once = [p.grad.clone() for p in pair.model.parameters() if p.grad is not None]
+    kept.backward()
+    for gradient, parameter in zip(once, pair.model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        kept.backward()
+    # Some parameters alone, and the input, whose gradient is of the process's own loss.
+    wanted = [pair.model.module.middle.bias, x]
+    found = torch.autograd.grad(pair.model(x).square().mean(), wanted)
+    torch.testing.assert_close(found[0], once[3])
+    own = pair.x[rank].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(pair.plain(own).square().mean(), own)
+    torch.testing.assert_close(found[1], expected)
+    # Frozen ones have no gradient, and no sum.
+    for one in (pair.plain, pair.model.module):
+        one.zero_grad()
+        one.get_submodule("first").requires_grad_(False)
+    pair.compare(rank, LOSSES["a mean"], "frozen")
+    assert pair.model.module.first.weight.grad is None
+
+
+def test_a_backward_again_and_of_some_parameters() -> None:
+    run_case(_again, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def _refused(rank: int, ranks: int) -> None:
+    for nbytes in (1, 1 << 20):
+        model = Pair(ranks, nbytes).model
+        x = torch.randn(3, 6).double()
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(model(x).square().mean(), parameters, create_graph=True)
+        with pytest.raises(RuntimeFailure, match=r"second derivatives .* are refused .* `module`"):
+            sum(gradient.square().sum() for gradient in gradients).backward()  # type: ignore[union-attr]
+        several = torch.ones(2, 3, 6).double()
+        with pytest.raises(RuntimeFailure, match=r"several gradients at once"):
+            torch.autograd.grad(model(x), parameters, several, is_grads_batched=True)
+
+
+def test_refused_derivatives() -> None:
+    run_case(_refused, 2)
+
+
+class _Log(TorchDispatchMode):
+    """Notes products of matrices."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self._events.append("mm")
+        return func(*args, **(kwargs or {}))
+
+
+def _order(rank: int, ranks: int) -> None:
+    pair, events = Pair(ranks, 400), list[str]()
+    begin = DistributedTransport.reduce
+
+    def noted(transport: DistributedTransport, name: str, *args: Any) -> Any:
+        events.append(name.removeprefix("the gradient sum of "))
+        return begin(transport, name, *args)
+
+    for _ in range(2):  # the graph of the step before is alive, as a loop's `loss` keeps it
+        loss = pair.model(pair.x[rank]).sum()
+        with patch.object(DistributedTransport, "reduce", noted), _Log(events):
+            loss.backward()
+    half = len(events) // 2
+    assert events[:half] == events[half:]
+    places = [events.index(f"{layer}.bias, {layer}.weight") for layer in ("last", "middle", "first")]
+    assert places == sorted(places)
+    assert all("mm" in events[begin:end] for begin, end in itertools.pairwise(places)), events
+
+
+def test_sums_begin_beside_the_backward_of_layers_in_front() -> None:
+    run_case(_order, 2)
+
+
+class Dropped(nn.Module):
+    """(N, 6) to (N, 6) with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 6)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
+
+
+def _draws(rank: int, ranks: int) -> None:
+    pair = Pair(ranks, 1 << 20, Dropped, check="off")
+    x = torch.ones(4, 6).double()
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = pair.model(x)
+    after = torch.randn(1)
+    torch.set_rng_state(state)
+    assert torch.equal(pair.model(x), first), "the same seed draws the same"
+    assert torch.equal(torch.randn(1), after)
+    transport = pair.model._captures._transport
+    found = transport.gather_tensors("comparing", first.detach())
+    assert not torch.equal(found[0], found[1]), "processes draw apart"
+    torch.set_rng_state(state)
+    loss = checkpoint(pair.model, x.requires_grad_(), use_reentrant=False).square().sum()
+    torch.testing.assert_close(loss, first.square().sum())
+    first.square().sum().backward()
+    expected = [p.grad.clone() for p in pair.model.parameters() if p.grad is not None]
+    pair.model.zero_grad()
+    loss.backward()
+    for gradient, parameter in zip(expected, pair.model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_processes_draw_apart() -> None:
+    run_case(_draws, 2)
+
+
+def _changed(rank: int, ranks: int) -> None:
+    """A call that repeats the one before is run at once: of anything that changes in between, it has to know."""
+    pair = Pair(ranks, 1)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (pair.plain, pair.model)]
+    for step in range(6):
+        if step == 2:
+            for one in (pair.plain, pair.model.module):
+                one.get_submodule("last").weight.requires_grad_(False)
+        if step == 4:
+            values = torch.randn(8, 8).double()
+            for one, optimizer in zip((pair.plain, pair.model.module), optimizers, strict=True):
+                middle: Any = one.get_submodule("middle")
+                middle.weight = nn.Parameter(values.clone())
+                optimizer.add_param_group({"params": [middle.weight]})
+        pair.x = torch.randn(ranks, 3 + step % 2, 6, dtype=torch.float64)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        pair.compare(rank, LOSSES["a mean"], f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            torch.testing.assert_close(pair.model(pair.x[rank]), pair.plain(pair.x[rank]))
+
+
+def test_a_training_that_changes_on_the_way() -> None:
+    run_case(_changed, 2)
