@@ -14,6 +14,7 @@ from parplan.compat import schema_of
 
 __all__ = [
     "SPLIT_OFF",
+    "gives_new_gradients",
     "is_batch_reduction",
     "is_loss_op",
     "is_split_off",
@@ -107,6 +108,15 @@ def _rank(op: str) -> int:
 
     found = (rank for rank, (kind, words) in enumerate(_WORDS) if any(named(kind, word) for word in words.split()))
     return next(found, len(_WORDS) - 1)
+
+
+# Sums over samples or positions, whose memory is nobody else's: not of sums of tensors, which pass gradients on.
+_NEW_GRADIENTS = frozenset({"linear", "mm", "conv1d", "conv2d", "conv3d", "embedding"})
+
+
+def gives_new_gradients(node: fx.Node) -> bool:
+    """Whether an op's backward makes the gradients of weights in memory of their own."""
+    return op_name(node) in _NEW_GRADIENTS
 
 
 def writes_statistics(node: fx.Node) -> bool:

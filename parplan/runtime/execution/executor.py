@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parplan.errors import RuntimeFailure
+from parplan.graph.kinds import gives_new_gradients
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.sites import site_of
 from parplan.graph.user_line import failing_layer
@@ -42,6 +43,7 @@ class GradientSum:
     Args:
         label: for messages.
         shapes, sizes: of the parameters; elements.
+        in_place: a gradient that is summed alone, in memory that its ops make for it.
     """
 
     label: str
@@ -49,6 +51,7 @@ class GradientSum:
     group: Sequence[int]
     shapes: Sequence[Sequence[int]]
     sizes: list[int]
+    in_place: bool
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,11 @@ class Executor:
         (group,) = bucket.groups
         label = f"the gradient sum of {', '.join(map(self.store.label, bucket.parameters))}"
         shapes = [self.store.shapes[name][device] for name in bucket.parameters]
-        return GradientSum(label, bucket, group, shapes, [*map(prod, shapes)])
+        (first, *others), graph = bucket.parameters, self.graph
+        nodes = (node for layer in graph.users[first] for node in graph.layers[layer].nodes)
+        users = [node for node in nodes if any(used.name == first for used in node.all_input_nodes)]
+        in_place = not others and all(map(gives_new_gradients, users))
+        return GradientSum(label, bucket, group, shapes, [*map(prod, shapes)], in_place)
 
     @property
     def _meets_in_sums_alone(self) -> bool:

@@ -163,16 +163,18 @@ each of them."""
 
 def _mean_terms(
     executor: Executor, wanted: GradientSum, gradients: Sequence[Tensor | None]
-) -> tuple[Tensor, Sequence[Tensor]]:
+) -> tuple[Tensor, Sequence[Tensor | None]]:
     """This process's terms of the mean of a bucket's gradients: one flat tensor, and its parts for each parameter.
 
-    The memory is new: that of the gradients may be someone else's, and that of the parts becomes `.grad`.
+    The memory is new, where that of the gradients may be someone else's, and becomes that of `.grad`.
     """
+    (first, *_), count = gradients, executor.transport.processes
+    if wanted.in_place and first is not None and first.is_contiguous() and not first.requires_grad:
+        return first.div_(count).view(-1), gradients
     like = executor.store.original(wanted.bucket.parameters[0])
     flat = torch.empty(sum(wanted.sizes), dtype=like.dtype, device=like.device)
     parts = [part.view(shape) for part, shape in zip(flat.split(wanted.sizes), wanted.shapes, strict=True)]
     known = [part.zero_() if one is None else one for part, one in zip(parts, gradients, strict=True)]
-    count = executor.transport.processes
     if flat.nbytes < _LARGE * len(parts):
         torch._foreach_copy_(parts, known)
         flat.div_(count)

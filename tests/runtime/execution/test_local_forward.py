@@ -73,7 +73,8 @@ def penalty(model: nn.Module, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     result = model(x)
     (slope,) = torch.autograd.grad(result.sum(), x, create_graph=True)
-    return result.mean() + (slope.norm(2, 1) - 1).square().mean()
+    loss: Tensor = result.mean() + (slope.norm(2, 1) - 1).square().mean()
+    return loss
 
 
 LOSSES: Mapping[str, Loss] = {
@@ -96,12 +97,40 @@ def _gradients(rank: int, ranks: int) -> None:
         for what, loss in LOSSES.items():
             for step in ("first", "added"):
                 pair.compare(rank, loss, f"{count} buckets, {what}, {step}")
-            pair.model.zero_grad(), pair.plain.zero_grad()
+            pair.model.zero_grad()
+            pair.plain.zero_grad()
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_gradients_are_the_means_of_all_processes(ranks: int) -> None:
     run_case(_gradients, ranks)
+
+
+class Passing(nn.Module):
+    """(N, 6) to (N, 6): two weights with the very gradient of their sum, if there is one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+        self.left, self.right = (nn.Parameter(torch.randn(1, 6).double()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last((self.first(x) + self.left + self.right).sin())
+        return result
+
+
+def _alone(rank: int, ranks: int) -> None:
+    with patch.object(holdings, "ALONE_BYTES", 1):
+        pair = Pair(ranks, 1, Passing)
+        pair.x = pair.x[:, :1]
+        for step in ("first", "added"):
+            pair.compare(rank, LOSSES["a mean"], step)
+        assert pair.model.program is not None
+        assert len(pair.model.program.buckets) == 6
+
+
+def test_gradients_that_are_summed_in_their_own_memory() -> None:
+    run_case(_alone, 2)
 
 
 def _again(rank: int, ranks: int) -> None:
@@ -115,7 +144,7 @@ def _again(rank: int, ranks: int) -> None:
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         kept.backward()
     # Some parameters alone, and the input, whose gradient is of the process's own loss.
-    wanted = [pair.model.module.middle.bias, x]
+    wanted = [pair.model.module.get_parameter("middle.bias"), x]
     found = torch.autograd.grad(pair.model(x).square().mean(), wanted)
     torch.testing.assert_close(found[0], once[3])
     own = pair.x[rank].clone().requires_grad_()
@@ -126,7 +155,7 @@ def _again(rank: int, ranks: int) -> None:
         one.zero_grad()
         one.get_submodule("first").requires_grad_(False)
     pair.compare(rank, LOSSES["a mean"], "frozen")
-    assert pair.model.module.first.weight.grad is None
+    assert pair.model.module.get_parameter("first.weight").grad is None
 
 
 def test_a_backward_again_and_of_some_parameters() -> None:
@@ -155,7 +184,7 @@ class _Log(TorchDispatchMode):
     """Notes products of matrices."""
 
     def __init__(self, events: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._events = events
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
