@@ -20,7 +20,7 @@ from parplan.compat import schema_of
 from parplan.graph.axes.bags import EMBEDDING_BAGS, OFFSET_BAGS, run_bags
 from parplan.graph.axes.call import range_of
 from parplan.graph.axes.experts import EXPERT_PRODUCTS, run_expert_products
-from parplan.graph.axes.loss_ops import CLASS_TERMS, OWN_CODE, run_class_terms
+from parplan.graph.axes.loss_ops import CLASS_TERMS, OWN_CODE, join_class_losses, run_class_terms
 from parplan.graph.axes.table import Call, overload
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.graph.packed_sequences import RNN_PACKED, run_packed
@@ -107,11 +107,11 @@ def local_module(
 ) -> fx.GraphModule:
     """Code for consecutive layers on one device, taking `inputs` in order and returning a tuple of `outputs`.
 
-    `inputs` names every value, parameter and buffer the layers take from outside; tensors are
-    passed already local (cut as the layers need them). Batch norm updates its buffers in place.
-    With `dropout` False nothing is dropped (for verification). With `marks` the code tells when it
-    comes to a layer and when it has done it. Devices that the model names (`x.to("cuda:0")`, `zeros(3, device=...)`)
-    become `place`, the one the code runs on; None leaves them as they were captured.
+    `inputs` names every value, parameter and buffer the layers take from outside; tensors are passed already local (cut
+    as the layers need them). Batch norm updates its buffers in place. With `dropout` False nothing is dropped (for
+    verification). With `marks` the code tells when it comes to a layer and when it has done it; without, ops of several
+    layers may become one. Devices that the model names (`x.to("cuda:0")`, `zeros(3, device=...)`) become `place`, the
+    one the code runs on; None leaves them as they were captured.
     """
     code = fx.Graph()
     made = {name: code.placeholder(name) for name in inputs}
@@ -123,6 +123,8 @@ def local_module(
         if marks is not None:
             code.call_function(marks.after(part.layer.name), (tuple(made[value] for value in part.layer.outputs),))
     code.output(tuple(made[name] for name in outputs))
+    if marks is None:
+        join_class_losses(code)
     if place is not None:
         # Where a plan puts a layer is where it runs, whatever device the model's code names.
         for node in code.nodes:

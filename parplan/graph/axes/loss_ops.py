@@ -14,7 +14,7 @@ from math import gcd
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -23,8 +23,8 @@ from parplan.graph.axes.row_syntax import OpAxis
 from parplan.graph.axes.table import OWN_ROWS, Call, own_op
 
 __all__ = [
-    "BATCH_MEAN", "BATCH_SUM", "CLASS_ROWS", "CLASS_TERMS", "OWN_CODE", "ROW_LOSSES", "run_class_terms",
-    "vocabulary_blocks", "work_dtype",
+    "BATCH_MEAN", "BATCH_SUM", "CLASS_ROWS", "CLASS_TERMS", "OWN_CODE", "ROW_LOSSES",
+    "join_class_losses", "run_class_terms", "vocabulary_blocks", "work_dtype",
 ]  # fmt: skip
 
 # Into how many parts a vocabulary can be cut at most; the numbers of shards are those that divide it.
@@ -189,6 +189,50 @@ def run_batch_mean(values: Tensor, counted: bool, dtype: torch.dtype) -> Tensor:
 def run_batch_sum(values: Tensor, counted: bool, dtype: torch.dtype) -> Tensor:
     """The sum over the batch; `counted`: of the terms of rows [..., 2]."""
     return (values[..., 0] if counted else values).sum().to(dtype)
+
+
+def run_class_loss(
+    scores: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    normalised: bool,
+    reduction: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The loss of all rows and classes at once, by torch's own op; arguments as of `run_class_rows`."""
+    given: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
+    if normalised:
+        return functional.nll_loss(scores, target, weight, **given).to(dtype)
+    return functional.cross_entropy(scores, target, weight, label_smoothing=smoothing, **given).to(dtype)
+
+
+def join_class_losses(code: fx.Graph) -> None:
+    """Put a class loss whose rows and classes one device has all of together again, in place: as one op of torch it
+    takes a third of the calls, and computes what the plain model does."""
+    for last in list(code.nodes):
+        reduction = _REDUCTIONS.get(last.target)
+        if reduction is None or not last.args[1]:
+            continue
+        joined = [last.args[0]]
+        if joined[-1].target is torch.ops.aten.sum.dim_IntList:  # over positions
+            joined.append(joined[-1].args[0])
+        if joined[-1].target is run_row_losses:
+            joined.append(joined[-1].args[0])
+        first = joined[-1]
+        of_terms = first.target is run_class_terms and len(first.args) == _UNCUT_ARGS
+        if (of_terms or first.target is run_class_rows) and all(len(node.users) == 1 for node in joined):
+            normalised = first.args[5] if not of_terms else False
+            with code.inserting_before(last):
+                made = code.call_function(run_class_loss, (*first.args[:5], normalised, reduction, last.args[2]))
+            last.replace_all_uses_with(made)
+            for node in (last, *joined):
+                code.erase_node(node)
+
+
+_REDUCTIONS: Mapping[Any, str] = {run_batch_mean: "mean", run_batch_sum: "sum"}
+_UNCUT_ARGS = 6  # of `run_class_terms`, where it has all classes
 
 
 CLASS_TERMS = own_op("class_terms", run_class_terms)

@@ -22,6 +22,8 @@ from parplan.graph.axes.loss_ops import (
     vocabulary_blocks,
 )
 from parplan.graph.capture.capture import capture
+from parplan.graph.local import LocalLayer, local_module
+from parplan.plan import Strategy
 from tests.every_case import every_case
 from tests.graph.axes.test_table import assert_proved
 from tests.graph.single_op import OneOp, part_results, whole_results
@@ -193,3 +195,48 @@ def test_samples_that_are_classes_are_no_vocabulary() -> None:
     ops = [node.target for layer in graph.layers.values() for node in layer.nodes]
     assert CLASS_TERMS not in ops
     assert CLASS_ROWS in ops
+
+
+class Scored(nn.Module):
+    """The loss of scores, which are also returned in the rows of another loss if so asked."""
+
+    def __init__(self, case: Case, reduction: str, rows_too: bool = False) -> None:
+        super().__init__()
+        self.case, self.reduction, self.rows_too = case, reduction, rows_too
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        loss = self.case.plain(scores, target, None, self.reduction)
+        return (loss, self.case.plain(scores, target, None, "none")) if self.rows_too else loss
+
+
+def ops_on_one_device(model: nn.Module, scores: Tensor, target: Tensor) -> tuple[list[str], tuple[Tensor, ...]]:
+    """The ops of a captured model as one device runs it, and their results."""
+    graph = capture(model, (scores, target))
+    whole = Strategy(1, 1, None, (0,))
+    parts = [LocalLayer(layer, whole, 0, ROWS) for layer in graph.layers.values()]
+    code = local_module(graph, parts, ["scores", "target"], list(graph.results))
+    ops = [
+        str(getattr(node.target, "__name__", node.target)) for node in code.graph.nodes if node.op == "call_function"
+    ]
+    return ops, code(scores, target)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("classes", [CLASSES, 7], ids=["cut", "whole"])
+@pytest.mark.parametrize("case", [Case(), Case(positions=(3,)), Case(smoothing=0.1), Case(ignore_index=3)], ids=str)
+def test_a_loss_that_one_device_has_all_of_is_torchs_own_op(case: Case, classes: int, reduction: str) -> None:
+    scores, target, _ = case.operands()
+    scores = scores.detach()[:, :classes].clone().requires_grad_()
+    target = torch.where(target < 0, target, target % classes)
+    ops, (found,) = ops_on_one_device(Scored(case, reduction), scores, target)
+    assert ops == ["run_class_loss"]
+    assert_as_plain(found, case.plain(scores, target, None, reduction), scores)
+
+
+def test_rows_that_are_results_stay() -> None:
+    scores, target, _ = Case().operands()
+    model = Scored(Case(), "mean", rows_too=True)
+    ops, found = ops_on_one_device(model, scores, target)
+    assert ops == ["run_class_loss", "run_class_terms", "run_row_losses", "select.int"]
+    for one, expected in zip(found, model(scores, target), strict=True):
+        assert_as_plain(one, expected, scores)
