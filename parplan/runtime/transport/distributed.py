@@ -129,6 +129,14 @@ class _Collective:
         return {self.transport.rank: _reordered(self.result, self.slices, 0, self.dim)}
 
 
+@dataclass(frozen=True)
+class _Hosts:
+    """The group in which ranks exchange numbers, and whether these lie on the CPU."""
+
+    group: WeakGroup
+    on_cpus: bool
+
+
 def _reordered(tensor: Tensor, count: int, behind: int, dim: int) -> Tensor:
     """So many equal parts of a tensor that lie behind each other along one dimension, along another one."""
     return tensor if behind == dim or count == 1 else torch.cat(tensor.chunk(count, behind), dim)
@@ -159,6 +167,7 @@ class DistributedTransport(Transport):
         self._earlier: list[int] = []  # how many of them had been sent in calls of `free_earlier`, of the last LAG
         self._kept: dict[Hashable, Tensor] = {}
         self._rendezvous: Rendezvous | None = None
+        self._hosts: _Hosts | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -299,9 +308,28 @@ class DistributedTransport(Transport):
             raise RankAlone(f"rank {self.rank} is {what} and all ranks have to be, but {absent}; {remedy}", absent)
 
     def gather(self, *numbers: int) -> list[tuple[int, ...]]:
-        """The numbers that every rank passes here, by rank; all pass equally many."""
-        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        return [tuple(entry.tolist()) for entry in self.gather_tensors("exchanging the numbers of samples", own)]
+        """The numbers that every rank passes here, by rank; all pass equally many.
+
+        They go between hosts where they can: read from an accelerator they wait for all that it still has to do.
+        """
+        if self._hosts is None:
+            self._hosts = self._host_group()
+        place = torch.device("cpu") if self._hosts.on_cpus else self._device
+        own = torch.tensor(numbers, dtype=torch.int64, device=place)
+        found = [torch.empty_like(own) for _ in range(self.processes)]
+        with explained("exchanging the numbers of samples", self.rank):
+            dist.all_gather(found, own, group=self._hosts.group())
+        return [tuple(entry.tolist()) for entry in found]
+
+    def _host_group(self) -> _Hosts:
+        """The ranks' own group, if it has a backend for CPUs, else one beside it."""
+        group = self.process_group
+        if self._device.type == "cpu" or "cpu:" in str(dist.get_backend_config(group)):
+            return _Hosts(self._group, on_cpus=True)
+        # Of a part of all processes torch would ask the others, too, which may never come here.
+        if group is not None or not dist.is_gloo_available():
+            return _Hosts(self._group, on_cpus=False)
+        return _Hosts(WeakGroup(dist.new_group(backend="gloo")), on_cpus=True)
 
     def gather_texts(self, text: str, name: str = "exchanging findings of the self-check") -> list[str]:
         """As `Transport.gather_texts`."""
