@@ -3,7 +3,7 @@
 # bench: every benchmark, figures in build/bench/.
 PYTHON ?= python
 CODE := parplan tests benchmarks examples
-BENCHMARKS := solver plans verification ddp pipelining memory published prediction towers schemes checkpoints large_start attributes fuzz # iopddl needs the public instances: python -m benchmarks.iopddl PATH
+BENCHMARKS := solver plans verification ddp pipelining memory published prediction towers schemes checkpoints large_start attributes fuzz soak # iopddl needs the public instances: python -m benchmarks.iopddl PATH
 
 .PHONY: check style types imports test test-all test-torch bench
 

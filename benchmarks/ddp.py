@@ -1,11 +1,11 @@
 """Step time of plans against DistributedDataParallel, on CPU processes.
 
-A pure data-parallel plan of a convolutional network must cost what DDP costs, and a hybrid plan of AlexNet, with its
-fully-connected layers cut, much less, with those layers in one pass or in several. Plans with sharded state meet
-`fully_shard` of every layer with weights, which keeps them for the backward (`reshard_after_forward=False`, ZeRO-2),
-those with gathered state `fully_shard` that frees them behind the forward (ZeRO-3). Both models live in the same gloo
-processes with one thread each and take turns, so that a machine that slows down slows both: every round gives one
-ratio, and the median of the ratios is what counts, with the quartiles as its spread. A step is everything: forward,
+A pure data-parallel plan must cost what DDP costs, of networks whose steps are short, too, and a hybrid plan of
+AlexNet, with its fully-connected layers cut, much less, with those layers in one pass or in several. Plans with sharded
+state meet `fully_shard` of every layer with weights, which keeps them for the backward (`reshard_after_forward=False`,
+ZeRO-2), those with gathered state `fully_shard` that frees them behind the forward (ZeRO-3). Both models live in the
+same gloo processes with one thread each and take turns, so that a machine that slows down slows both: every round gives
+one ratio, and the median of the ratios is what counts, with the quartiles as its spread. A step is everything: forward,
 loss, backward and SGD with momentum. Batch norm is local, as DDP has it.
 """
 
@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -58,6 +59,15 @@ def convnet() -> nn.Module:
 def plain_convnet() -> nn.Module:
     """The same without batch norm, which micro-batches rule out."""
     return nn.Sequential(*(layer for layer in convnet().children() if not isinstance(layer, nn.BatchNorm2d)))
+
+
+def perceptron(*widths: int) -> nn.Module:
+    """Images to (N, the last of `widths`), with so many values between; steps that are as short as the runtime's own
+    time."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 def data_parallel(layer: Layer, devices: int) -> Strategy:
@@ -170,6 +180,9 @@ class Case:
 
 
 CASES = (
+    Case("small", "data parallel", partial(perceptron, 48, 64, 10), data_parallel, 16, 4, 10, 40),
+    Case("deep", "data parallel", partial(perceptron, 48, *[64] * 20, 10), data_parallel, 32, 4, 10, 20),
+    Case("wide", "data parallel", partial(perceptron, 768, 512, 512, 512, 10), data_parallel, 64, 16, 10, 10),
     Case("convnet", "data parallel", convnet, data_parallel, 16, 32, 10, 5),
     Case("alexnet", "data parallel", AlexNet, data_parallel, 8, 224, 1000, 1),
     Case("alexnet", "hybrid", AlexNet, hybrid, 8, 224, 1000, 1),

@@ -102,7 +102,9 @@ class _Weights:
         """The states of a step, of which parameters go through their sums."""
         for one in known.sums:
             names = one.bucket.parameters
-            held = (self._executor, self._aliases, one, self._begun)
+            # The module's tensors as they are now: aliases of a call before know the memory that they had then.
+            values = [self._executor.store.original(name) for name in names]
+            held = (self._executor, self._aliases, one, self._begun, values)
             made = _BucketSum.apply(*held, *map(self._known.__getitem__, names))  # type: ignore[no-untyped-call]
             self._known.update(zip(names, made, strict=True))
         named = zip(known.step.states, states, strict=True)
@@ -126,7 +128,7 @@ class _SumsArrived(torch.autograd.Function):
 
 
 class _BucketSum(torch.autograd.Function):
-    """The parameters of a bucket as they are; the backward begins the mean of their gradients over processes."""
+    """The values of a bucket's parameters; the backward begins the mean of their gradients over processes."""
 
     @staticmethod
     def forward(
@@ -135,12 +137,13 @@ class _BucketSum(torch.autograd.Function):
         aliases: ParameterAliases,
         wanted: GradientSum,
         begun: list[Pending] | None,
+        values: Sequence[Tensor],
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.executor, ctx.wanted, ctx.begun = executor, wanted, begun
         ctx.aliases = aliases  # shared with other calls as long as the backward may still come
-        return tuple(parameter.detach() for parameter in parameters)
+        return tuple(value.detach() for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -153,7 +156,7 @@ class _BucketSum(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             depends_on = [one for one in gradients if one is not None and one.requires_grad]
             found = [_OnceDifferentiable.apply(one, *depends_on) for one in found]  # type: ignore[no-untyped-call]
-        return (None, None, None, None, *found)
+        return (None, None, None, None, None, *found)
 
 
 _LARGE = 1 << 15

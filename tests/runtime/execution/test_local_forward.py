@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -282,3 +283,25 @@ def _changed(rank: int, ranks: int) -> None:
 
 def test_a_training_that_changes_on_the_way() -> None:
     run_case(_changed, 2)
+
+
+def _given_data(rank: int, ranks: int) -> None:
+    for nbytes in (1, 1 << 20):
+        pair = Pair(ranks, nbytes)
+        for step in range(3):
+            # The last step's loss is alive, as a loop keeps it, and with it what that step knew of the parameters.
+            kept = pair.model(pair.x[rank]).square().mean()
+            values = torch.randn(sum(p.numel() for p in pair.plain.parameters())).double()
+            for one in (pair.plain, pair.model.module):
+                one.zero_grad()
+                if step:
+                    vector_to_parameters(values, one.parameters())
+                else:
+                    one.get_parameter("middle.weight").data = values[:64].view(8, 8).clone()
+            torch.testing.assert_close(pair.model(pair.x[rank]), pair.plain(pair.x[rank]))
+            pair.compare(rank, LOSSES["a mean"], f"step {step}")
+            assert kept.isfinite()
+
+
+def test_parameters_that_get_other_memory() -> None:
+    run_case(_given_data, 2)
