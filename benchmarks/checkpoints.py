@@ -2,11 +2,11 @@
 
     python -m benchmarks.checkpoints [--json FILE] [--resume] [--route torch.save] [--optimizer sgd]
 
-{plain, data parallel, hybrid, sharded} x {1, 2, 4 processes} save, each of them loads what each saved, by `torch.save`,
-`parplan.save_checkpoint` and `torch.distributed.checkpoint`, with SGD with momentum and AdamW: 864 cells. A cell passes
-where the next three losses, and the state after them, are those of plain training that never stopped, within 1e-9. In
-every second cell the loading model has run a step before. With `--resume`, cells that passed in FILE are not run again.
-Exit 1 on a difference.
+{plain, data parallel, hybrid, sharded, slices, stages} x {1, 2, 4 processes} save, each of them loads what each saved,
+by `torch.save`, `parplan.save_checkpoint` and `torch.distributed.checkpoint`, with SGD with momentum and AdamW: 1944
+cells. A cell passes where the next three losses, and the state after them, are those of plain training that never
+stopped, within 1e-9. In every second cell the loading model has run a step before. With `--resume`, cells that passed
+in FILE are not run again. Exit 1 on a difference.
 """
 
 from __future__ import annotations

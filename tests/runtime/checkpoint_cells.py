@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from parplan.plan import Strategy
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner
 from tests.runtime.nets import conv_net
+from tests.runtime.pipeline_cases import Staging
 
 __all__ = ["OPTIMIZERS", "PLANS", "PROCESSES", "ROUTES", "Cell", "Setup", "read", "write"]
 
@@ -37,7 +38,7 @@ SAMPLES = 8
 LOCAL_DEVICES = 2
 
 PROCESSES = (1, 2, 4)
-PLANS = ("plain", "data", "hybrid", "sharded")
+PLANS = ("plain", "data", "hybrid", "sharded", "slices", "stages")
 ROUTES = ("torch.save", "save_checkpoint", "dcp")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -129,16 +130,20 @@ def _build(setup: Setup, optimizer: str, seed: int) -> tuple[nn.Module, torch.op
     devices = setup.processes if setup.processes > 1 else LOCAL_DEVICES
     if setup.plan != "plain":
         local = ["cpu"] * devices if setup.processes == 1 else None
-        net = Compiled(net, planner(lambda layer: _strategy(setup.plan, layer, devices), devices), devices=local)
+        by_layer = planner(lambda layer: _strategy(setup.plan, layer, devices), devices)
+        net = Compiled(net, Staging(2, devices, 1).plan if setup.plan == "stages" else by_layer, devices=local)
     return net, OPTIMIZERS[optimizer](net.parameters())
 
 
 def _strategy(plan: str, layer: Layer, devices: int) -> Strategy:
-    """Hybrid: fully-connected layers in two shards, as many replicas as that leaves. Sharded: every layer in shards."""
+    """Hybrid: fully-connected layers in two shards, as many replicas as that leaves. Sharded: every layer in shards.
+    Slices: replicas, whose state is gathered for each layer."""
     everyone = tuple(range(devices))
     replicas = Strategy(devices, devices=everyone) if layer.batch is not None else Strategy()
     if plan == "data" or (plan == "hybrid" and layer.kind != "linear"):
         return replicas
+    if plan == "slices":
+        return replace(replicas, state="gathered") if layer.parameters else replicas
     if plan == "hybrid":
         return Strategy(devices // 2, 2, "out-features", everyone)
     axis = next((a for a in layer.axes if not a.partial and a.units % devices == 0), None)

@@ -31,6 +31,10 @@ CELLS = [
         ("hybrid", 2, "plain", 1, "adamw", "dcp", False),
         ("plain", 1, "sharded", 2, "sgd", "dcp", False),
         ("hybrid", 4, "sharded", 2, "adamw", "dcp", True),
+        ("slices", 4, "stages", 2, "adamw", "save_checkpoint", True),
+        ("stages", 4, "slices", 2, "adamw", "dcp", False),
+        ("stages", 2, "plain", 1, "sgd", "torch.save", False),
+        ("data", 2, "slices", 4, "sgd", "dcp", True),
     )
 ]
 
