@@ -24,6 +24,7 @@ from parplan.cost_models.ops.op_calls import op_calls
 from parplan.graph.local import LocalLayer
 from parplan.layout import Block, Grid, IntArray, block_shapes
 from parplan.lowering.holdings import used_blocks
+from parplan.lowering.ordering import exchanges_gradients_alone
 from parplan.lowering.program import Code, Compute, Program, Slot, Transfer, gathers_beside
 
 __all__ = ["memory_by_layer", "memory_over_step"]
@@ -71,6 +72,7 @@ class _Step:
         segmentation = self._segmentation()
         self._begun_with = gathers_beside(program)
         replayed = [name for name, own in program.strategies.items() if own.saved == "replay"]
+        self._alone = model.micro_batches == 1 and exchanges_gradients_alone(program)
         self._lifetimes = Lifetimes(model.ops, segmentation, replayed)
         self._hold_parameters()
         for step in program.computes:
@@ -312,7 +314,7 @@ class _Step:
         for value in self._model.delivered(self._graph.producer):
             nbytes, self._layer = self._nbytes(outputs[value]), self._graph.producer[value]
             self._hold(loss, loss + 1, self._model.loss_tensors(value) * nbytes)
-            if self._program.devices > 1:
+            if self._program.devices > 1 and not self._alone:
                 self._hold(loss + 1, self._moments.passed, nbytes)
 
     def _hold_messages(self) -> None:
@@ -322,8 +324,9 @@ class _Step:
             nbytes = np.sum([self._blocks[parameter] for parameter in message], axis=0)
             self._layer = self._graph.users[message[0]][0]
             launched = moments.backward(min(self._index[self._graph.users[p][0]] for p in message)) - 1
-            # The CPU's memory is kept from step to step.
-            start, end = (0, moments.end) if self._model.on_cpu else (launched, moments.passed)
+            # The CPU's memory is kept from step to step. Of gradients alone the message becomes their memory.
+            kept = (0, moments.end) if self._model.on_cpu else (launched, moments.passed)
+            start, end = (launched, launched + 2) if self._alone else kept
             self._hold(start, end, nbytes)
 
     def _in_slices(self, point: int) -> int:

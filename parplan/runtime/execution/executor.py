@@ -20,6 +20,7 @@ from parplan.graph.sites import site_of
 from parplan.graph.user_line import failing_layer
 from parplan.layout import Grid
 from parplan.lowering.holdings import Bucket
+from parplan.lowering.ordering import exchanges_gradients_alone
 from parplan.lowering.pipeline.stages import Pipeline, pipeline
 from parplan.lowering.program import Compute, Program, last_reads
 from parplan.runtime.dispatch import Dispatch, Inline
@@ -172,10 +173,10 @@ class Executor:
         of other programs."""
         program, steps, several = self.program, self.program.computes, self.transport.processes > 1
         devices = {device for step in steps for device in step.grid.devices}
-        moves = len(steps) < len(program.forward) or bool(program.slices) or len(devices) != self.transport.processes
-        again = any(step.unit is not None or step.pass_number is not None for step in steps) or bool(program.updates)
         watched = type(self.recorder) is not Recorder or not isinstance(self.dispatch, Inline)
-        if moves or again or watched or not self._caller_autograd or (several and not self._meets_in_sums_alone):
+        if not exchanges_gradients_alone(program) or watched or not self._caller_autograd:
+            return None
+        if len(devices) != self.transport.processes or (several and not self._reaches_every_sum):
             return None
         (device,) = devices.intersection(self.transport.owned)
         special, known = self._changing | self._statistics, list[LocalStep]()
@@ -200,15 +201,12 @@ class Executor:
         return GradientSum(label, bucket, group, shapes, [*map(prod, shapes)], in_place)
 
     @property
-    def _meets_in_sums_alone(self) -> bool:
-        """Whether every process computes all of the program for samples of its own, and a backward from any result
-        reaches every gradient sum, so that all processes come to it."""
-        program = self.program
-        spread = all(step.grid.replicas == self.transport.processes for step in program.computes)
-        empty = any(step.batch(device) == 0 for step in program.computes for device in step.grid.devices)
+    def _reaches_every_sum(self) -> bool:
+        """Whether a backward reaches every gradient sum in every process, so that all come to it."""
+        empty = any(step.batch(device) == 0 for step in self.program.computes for device in step.grid.devices)
         # The user's own code may give no gradient in one process and one in another.
         own_code = any(site_of(node) is not None for layer in self.graph.layers.values() for node in layer.nodes)
-        return spread and not empty and not own_code and not self.graph.sites and not self.several_results
+        return not empty and not own_code and not self.graph.sites and not self.several_results
 
     @cached_property
     def pipeline(self) -> Pipeline:

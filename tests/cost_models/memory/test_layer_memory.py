@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -47,6 +47,16 @@ def kept_by_autograd(model: nn.Module, args: tuple[Tensor, ...], run: Callable[.
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+class Apart:
+    """Marks between layers, which keep the parts of a loss apart, as they are where it is cut."""
+
+    def before(self, layer: str) -> Callable[[], None]:
+        return lambda: None
+
+    def after(self, layer: str) -> Callable[[Sequence[Tensor]], None]:
+        return lambda outputs: None
+
+
 def own_code(case: Network) -> Callable[..., object]:
     """The code of the captured layers, with the model's parameters."""
     graph = case.graph
@@ -54,7 +64,7 @@ def own_code(case: Network) -> Callable[..., object]:
     inputs = [name for name in graph.user_inputs if name is not None]
     outputs = [name for name in graph.user_outputs if isinstance(name, str)]
     parts = [LocalLayer(layer, ONE, 0, graph.batch or 1) for layer in graph.layers.values()]
-    code = local_module(graph, parts, [*state.values(), *graph.constants, *inputs], outputs)
+    code = local_module(graph, parts, [*state.values(), *graph.constants, *inputs], outputs, marks=Apart())
     held = [*(case.model.get_parameter(path) for path in state), *graph.constants.values()]
     return lambda *args: code(*held, *args)
 
@@ -64,7 +74,7 @@ def own_code(case: Network) -> Callable[..., object]:
 def test_saved_activations_are_what_autograd_keeps(name: str) -> None:
     case = network(name)
     predicted = sum(costs(case.graph).memory(layer, ONE).saved_bytes for layer in case.graph.layers.values())
-    # A loss inside is run in parts, which keep what torch's own op does not.
+    # A loss inside is run in parts where it is cut, which keep what torch's own op does not.
     run = own_code(case) if any(layer.is_loss for layer in case.graph.layers.values()) else None
     # On CPU a dropout's mask takes four bytes an element instead of one.
     assert predicted == pytest.approx(kept_by_autograd(case.model, case.args, run), rel=0.01)
