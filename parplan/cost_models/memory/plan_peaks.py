@@ -323,10 +323,12 @@ class _Step:
         for message in (bucket.parameters for bucket in self._program.buckets if len(bucket.parameters) > 1):
             nbytes = np.sum([self._blocks[parameter] for parameter in message], axis=0)
             self._layer = self._graph.users[message[0]][0]
-            launched = moments.backward(min(self._index[self._graph.users[p][0]] for p in message)) - 1
-            # The CPU's memory is kept from step to step. Of gradients alone the message becomes their memory.
-            kept = (0, moments.end) if self._model.on_cpu else (launched, moments.passed)
-            start, end = (launched, launched + 2) if self._alone else kept
+            back = moments.backward(min(self._index[self._graph.users[p][0]] for p in message))
+            if self._alone:  # the message becomes the gradients' memory, and is beside theirs while it is put together
+                self._hold(back + 1, back + 2, nbytes)
+                continue
+            # The CPU's memory is kept from step to step.
+            start, end = (0, moments.end) if self._model.on_cpu else (back - 1, moments.passed)
             self._hold(start, end, nbytes)
 
     def _in_slices(self, point: int) -> int:
