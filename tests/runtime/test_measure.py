@@ -232,6 +232,23 @@ def test_without_a_prediction_the_table_says_so() -> None:
     assert "Nothing was predicted" in str(conv_case().measure(steps=1, warmup=0))
 
 
+def test_the_largest_differences_are_named() -> None:
+    found = conv_case().measure(steps=1, warmup=0)
+    expected = Expected({row.name: ExpectedLayer(row.times, "measured") for row in found.layers}, step_s=1.0)
+    first, second, *_ = found.layers
+    off = {
+        first.name: ExpectedLayer(BothTimes(first.forward.seconds + 3.0, first.backward.seconds), "estimated"),
+        second.name: ExpectedLayer(BothTimes(second.forward.seconds + 5.0, second.backward.seconds), "estimated"),
+    }
+    wrong = replace(found, expected=replace(expected, layers={**expected.layers, **off}))
+    told = " ".join(str(wrong).split())
+    assert (
+        f"Farthest from what was predicted: {second.name} by -5000.000 ms (0.00 of it); {first.name} by -3000.000 ms"
+        in told
+    )
+    assert "Farthest" not in str(replace(found, expected=expected))
+
+
 def test_what_is_between_steps_is_called_after_each_one() -> None:
     calls: list[int] = []
     conv_case().measure(steps=3, warmup=2, between=lambda: calls.append(1))

@@ -31,8 +31,10 @@ NAME = 26
 UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 MIB = 2**20
 
-# Share of a step that the medians of its parts may be off together before a note says so.
+# Share of a step that the medians of its parts may be off together, or one may be off its prediction, before a note
+# says so.
 SCATTER = 0.05
+FARTHEST = 3  # lines that such a note names
 
 
 @dataclass(frozen=True)
@@ -317,9 +319,22 @@ def notes(step: MeasuredStep) -> list[str]:
             f"Medians of the parts leave {step.unaccounted_s * 1e3:.3f} ms of the step's: steps differ much from each "
             "other, or processes do; measure more steps, on an idle machine."
         )
+    found += _farthest(step)
     if step.processes > 1 and step.slowest_step_s > 1.001 * step.step.seconds:
         found.append(f"The slowest process took {step.slowest_step_s * 1e3:.3f} ms for a step.")
     if step.peak is not None:
         rise, held = step.peak.rise_bytes / MIB, step.peak.held_bytes / MIB
         found.append(f"Peak memory {rise + held:.1f} MiB, of which {rise:.1f} MiB only during the step.")
     return found
+
+
+def _farthest(step: MeasuredStep) -> list[str]:
+    """The lines that are farthest from their prediction, by time."""
+    off = [
+        (line.measured.total_s - line.predicted.total_s, line.ratio, line.label)
+        for line in step.lines
+        if line.part is not StepPart.STEP and line.predicted is not None and line.ratio is not None
+    ]
+    far = sorted((one for one in off if abs(one[0]) > SCATTER * step.step.seconds), key=lambda one: -abs(one[0]))
+    told = [f"{label} by {off_s * 1e3:+.3f} ms ({ratio:.2f} of it)" for off_s, ratio, label in far[:FARTHEST]]
+    return [f"Farthest from what was predicted: {'; '.join(told)}."] if told else []
