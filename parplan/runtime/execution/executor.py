@@ -22,7 +22,7 @@ from parplan.layout import Grid
 from parplan.lowering.holdings import Bucket
 from parplan.lowering.ordering import exchanges_gradients_alone
 from parplan.lowering.pipeline.stages import Pipeline, pipeline
-from parplan.lowering.program import Compute, Program, last_reads
+from parplan.lowering.program import Compute, Program, Reduce, last_reads
 from parplan.runtime.dispatch import Dispatch, Inline
 from parplan.runtime.execution.buffer_sync import BufferBroadcast
 from parplan.runtime.execution.module_hooks import HookCalls
@@ -42,11 +42,13 @@ class GradientSum:
     """A bucket's all-reduce over all processes.
 
     Args:
+        number: in the order of the program's sums, in which all processes begin them.
         label: for messages.
         shapes, sizes: of the parameters; elements.
         in_place: a gradient that is summed alone, in memory that its ops make for it.
     """
 
+    number: int
     label: str
     bucket: Bucket
     group: Sequence[int]
@@ -180,17 +182,18 @@ class Executor:
             return None
         (device,) = devices.intersection(self.transport.owned)
         special, known = self._changing | self._statistics, list[LocalStep]()
-        entered = set[int]()  # of buckets
+        entered, buckets = set[int](), [step.bucket for step in program.backward if isinstance(step, Reduce)]
         for step in steps:
             names = {state.name for state in step.states}
             states = [self.store.original(state.name) for state in step.states] if special.isdisjoint(names) else None
-            first = [b for b in program.buckets if id(b) not in entered and not names.isdisjoint(b.parameters)]
-            entered.update(map(id, first))
-            known.append(LocalStep(step, self.code.get(step, device), states, [self._sum(b, device) for b in first]))
+            first = [n for n, b in enumerate(buckets) if n not in entered and not names.isdisjoint(b.parameters)]
+            entered.update(first)
+            sums = [self._sum(buckets[number], number, device) for number in first]
+            known.append(LocalStep(step, self.code.get(step, device), states, sums))
         tensors = [self.store.original(state.name) for step in steps for state in step.states]
         return LocalForward(device, self.transport.physical(device), known, tensors)
 
-    def _sum(self, bucket: Bucket, device: int) -> GradientSum:
+    def _sum(self, bucket: Bucket, number: int, device: int) -> GradientSum:
         (group,) = bucket.groups
         label = f"the gradient sum of {', '.join(map(self.store.label, bucket.parameters))}"
         shapes = [self.store.shapes[name][device] for name in bucket.parameters]
@@ -198,7 +201,7 @@ class Executor:
         nodes = (node for layer in graph.users[first] for node in graph.layers[layer].nodes)
         users = [node for node in nodes if any(used.name == first for used in node.all_input_nodes)]
         in_place = not others and all(map(gives_new_gradients, users))
-        return GradientSum(label, bucket, group, shapes, [*map(prod, shapes)], in_place)
+        return GradientSum(number, label, bucket, group, shapes, [*map(prod, shapes)], in_place)
 
     @property
     def _reaches_every_sum(self) -> bool:

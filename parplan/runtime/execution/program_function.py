@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -92,10 +93,10 @@ class _Weights:
         self._executor = executor
         self._aliases = executor.aliases()
         # One sum alone has no backward to run beside, and is waited for where it begins.
-        self._begun: list[Pending] | None = [] if len(executor.program.buckets) > 1 else None
+        self._sums = _Sums() if len(executor.program.buckets) > 1 else None
         tensors: Sequence[Tensor] = self._aliases.tensors
-        if self._begun is not None and tensors:
-            tensors = _SumsArrived.apply(self._begun, *tensors)  # type: ignore[no-untyped-call]
+        if self._sums is not None and tensors:
+            tensors = _SumsArrived.apply(self._sums, *tensors)  # type: ignore[no-untyped-call]
         self._known = dict(zip(executor.store.trainable, tensors, strict=True))
 
     def of_step(self, known: LocalStep, states: Sequence[Tensor]) -> list[Tensor]:
@@ -104,26 +105,47 @@ class _Weights:
             names = one.bucket.parameters
             # The module's tensors as they are now: aliases of a call before know the memory that they had then.
             values = [self._executor.store.original(name) for name in names]
-            held = (self._executor, self._aliases, one, self._begun, values)
+            held = (self._executor, self._aliases, one, self._sums, values)
             made = _BucketSum.apply(*held, *map(self._known.__getitem__, names))  # type: ignore[no-untyped-call]
             self._known.update(zip(names, made, strict=True))
         named = zip(known.step.states, states, strict=True)
         return [self._known.get(state.name, tensor) for state, tensor in named]
 
 
+class _Sums:
+    """The gradient sums of one backward, begun in the program's order: the order in which autograd comes to them is its
+    own, and a process without samples runs the program's backward."""
+
+    def __init__(self) -> None:
+        self._ready: dict[int, Callable[[], Pending]] = {}
+        self._begun: list[Pending] = []
+
+    def begin(self, number: int, sum_up: Callable[[], Pending]) -> None:
+        """A sum can begin, when all in front of it have."""
+        self._ready[number] = sum_up
+        while (following := self._ready.pop(len(self._begun), None)) is not None:
+            self._begun.append(following())
+
+    def arrive(self) -> None:
+        """Wait for all, after beginning those that others have not come in front of: a backward to some parameters."""
+        begun = [*self._begun, *(self._ready[number]() for number in sorted(self._ready))]
+        self._ready, self._begun = {}, []
+        for one in begun:
+            one.wait()
+
+
 class _SumsArrived(torch.autograd.Function):
     """Parameters as they are; the backward waits for the sums that fill their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, begun: list[Pending], *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, sums: _Sums, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.begun = begun
+        ctx.sums = sums
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        while ctx.begun:
-            ctx.begun.pop(0).wait()
+        ctx.sums.arrive()
         return (None, *gradients)
 
 
@@ -136,12 +158,12 @@ class _BucketSum(torch.autograd.Function):
         executor: Executor,
         aliases: ParameterAliases,
         wanted: GradientSum,
-        begun: list[Pending] | None,
+        sums: _Sums | None,
         values: Sequence[Tensor],
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.executor, ctx.wanted, ctx.begun = executor, wanted, begun
+        ctx.executor, ctx.wanted, ctx.sums = executor, wanted, sums
         ctx.aliases = aliases  # shared with other calls as long as the backward may still come
         return tuple(value.detach() for value in values)
 
@@ -151,8 +173,9 @@ class _BucketSum(torch.autograd.Function):
         executor, wanted = ctx.executor, ctx.wanted
         with torch.no_grad():
             flat, found = _mean_terms(executor, wanted, gradients)
-            begun = executor.transport.reduce(wanted.label, wanted.group, dict.fromkeys(executor.transport.owned, flat))
-            begun.wait() if ctx.begun is None else ctx.begun.append(begun)
+            given = dict.fromkeys(executor.transport.owned, flat)
+            sum_up = partial(executor.transport.reduce, wanted.label, wanted.group, given)
+            sum_up().wait() if ctx.sums is None else ctx.sums.begin(wanted.number, sum_up)
         if torch.is_grad_enabled():  # create_graph=True
             depends_on = [one for one in gradients if one is not None and one.requires_grad]
             found = [_OnceDifferentiable.apply(one, *depends_on) for one in found]  # type: ignore[no-untyped-call]

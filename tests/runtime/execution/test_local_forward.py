@@ -134,6 +134,22 @@ def test_gradients_that_are_summed_in_their_own_memory() -> None:
     run_case(_alone, 2)
 
 
+def _without_samples(rank: int, ranks: int) -> None:
+    """A process without samples runs the program's own backward: sums begin in the same order there."""
+    with patch.object(holdings, "ALONE_BYTES", 300):
+        pair = Pair(ranks, 1 << 20)
+        samples = pair.x if rank == 0 else pair.x[:, :0]
+        for step in ("first", "added"):
+            (pair.plain(pair.x[0]).sum() / ranks).backward()
+            pair.model(samples[rank]).sum().backward()
+            pair.same(step)
+        assert len(pair.buckets) == 4  # weights alone, and a bucket of all biases
+
+
+def test_a_process_without_samples() -> None:
+    run_case(_without_samples, 2)
+
+
 def _again(rank: int, ranks: int) -> None:
     pair = Pair(ranks, 1)
     kept, x = pair.model(pair.x[rank]).square().mean(), pair.x[rank].clone().requires_grad_()
