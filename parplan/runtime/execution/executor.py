@@ -200,7 +200,8 @@ class Executor:
         (first, *others), graph = bucket.parameters, self.graph
         nodes = (node for layer in graph.users[first] for node in graph.layers[layer].nodes)
         users = [node for node in nodes if any(used.name == first for used in node.all_input_nodes)]
-        in_place = not others and all(map(gives_new_gradients, users))
+        # A compiler may give one memory for two gradients that are the same.
+        in_place = not others and self.backend == EAGER and bool(users) and all(map(gives_new_gradients, users))
         return GradientSum(number, label, bucket, group, shapes, [*map(prod, shapes)], in_place)
 
     @property
