@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import parplan
+from benchmarks.large_start import status_bytes
 from benchmarks.training import Outcome, Verdict
 from benchmarks.workers import Workers
 from parplan.runtime.module.compiled import Compiled
@@ -84,7 +85,7 @@ def soak(rank: int, ranks: int, kind: str, steps: int) -> Outcome:
             model.train()
             model.load_state_dict(model.state_dict())
             gc.collect()
-            looks.append((_resident(), len(gc.get_objects())))
+            looks.append((status_bytes("VmRSS"), len(gc.get_objects())))
     first, last = looks[0], looks[-1]
     found = {"off": off, "grown": last[0] - first[0], "objects": last[1] - first[1]}
     return Outcome(Verdict.RIGHT, json.dumps(found))
@@ -113,12 +114,6 @@ def _stepper(module: nn.Module) -> Callable[[tuple[Tensor, ...]], Tensor]:
         return loss.detach()
 
     return train
-
-
-def _resident() -> int:
-    """Bytes of memory that this process holds."""
-    fields = Path("/proc/self/statm").read_text(encoding="utf-8").split()
-    return int(fields[1]) * 4096
 
 
 if __name__ == "__main__":

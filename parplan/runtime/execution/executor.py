@@ -51,7 +51,6 @@ class GradientSum:
     number: int
     label: str
     bucket: Bucket
-    group: Sequence[int]
     shapes: Sequence[Sequence[int]]
     sizes: list[int]
     in_place: bool
@@ -194,15 +193,13 @@ class Executor:
         return LocalForward(device, self.transport.physical(device), known, tensors)
 
     def _sum(self, bucket: Bucket, number: int, device: int) -> GradientSum:
-        (group,) = bucket.groups
-        label = f"the gradient sum of {', '.join(map(self.store.label, bucket.parameters))}"
         shapes = [self.store.shapes[name][device] for name in bucket.parameters]
         (first, *others), graph = bucket.parameters, self.graph
         nodes = (node for layer in graph.users[first] for node in graph.layers[layer].nodes)
         users = [node for node in nodes if any(used.name == first for used in node.all_input_nodes)]
         # A compiler may give one memory for two gradients that are the same.
         in_place = not others and self.backend == EAGER and bool(users) and all(map(gives_new_gradients, users))
-        return GradientSum(number, label, bucket, group, shapes, [*map(prod, shapes)], in_place)
+        return GradientSum(number, self.store.sum_label(bucket), bucket, shapes, [*map(prod, shapes)], in_place)
 
     @property
     def _reaches_every_sum(self) -> bool:

@@ -88,7 +88,7 @@ class Gradients:
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sums of a bucket whose terms are complete."""
-        name = f"the gradient sum of {', '.join(map(self._store.label, bucket.parameters))}"
+        name = self._store.sum_label(bucket)
         with self._recorder.sums:
             for group in bucket.groups:
                 here = [device for device in group if device in self._transport.owned]

@@ -20,6 +20,7 @@ from parplan.accelerators import as_current
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Block, Ranges, located, region_of, shape_of, whole_block
+from parplan.lowering.holdings import Bucket
 from parplan.lowering.program import Program, State
 from parplan.runtime.compat import Version, version
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, local_tensor
@@ -138,6 +139,10 @@ class Store:
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that layers read and that take gradients, by placeholder."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad and name in self._holdings}
+
+    def sum_label(self, bucket: Bucket) -> str:
+        """The gradient sum of a bucket, in messages."""
+        return f"the gradient sum of {', '.join(map(self.label, bucket.parameters))}"
 
     def original(self, name: str) -> Tensor:
         """The module's own tensor; this process's block of a parameter that is cut over processes."""

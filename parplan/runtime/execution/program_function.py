@@ -174,7 +174,8 @@ class _BucketSum(torch.autograd.Function):
         with torch.no_grad():
             flat, found = _mean_terms(executor, wanted, gradients)
             given = dict.fromkeys(executor.transport.owned, flat)
-            sum_up = partial(executor.transport.reduce, wanted.label, wanted.group, given)
+            (group,) = wanted.bucket.groups
+            sum_up = partial(executor.transport.reduce, wanted.label, group, given)
             sum_up().wait() if ctx.sums is None else ctx.sums.begin(wanted.number, sum_up)
         if torch.is_grad_enabled():  # create_graph=True
             depends_on = [one for one in gradients if one is not None and one.requires_grad]

@@ -316,9 +316,7 @@ class DistributedTransport(Transport):
             self._hosts = self._host_group()
         place = torch.device("cpu") if self._hosts.on_cpus else self._device
         own = torch.tensor(numbers, dtype=torch.int64, device=place)
-        found = [torch.empty_like(own) for _ in range(self.processes)]
-        with explained("exchanging the numbers of samples", self.rank):
-            dist.all_gather(found, own, group=self._hosts.group())
+        found = self._all_gather("exchanging the numbers of samples", own, self._hosts.group())
         return [tuple(entry.tolist()) for entry in found]
 
     def _host_group(self) -> _Hosts:
@@ -340,9 +338,12 @@ class DistributedTransport(Transport):
 
     def gather_tensors(self, name: str, own: Tensor) -> list[Tensor]:
         """Every rank's tensor, by rank; all of one shape and type."""
+        return self._all_gather(name, own, self.process_group)
+
+    def _all_gather(self, name: str, own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
         found = [torch.empty_like(own) for _ in range(self.processes)]
         with explained(name, self.rank):
-            dist.all_gather(found, own, group=self.process_group)
+            dist.all_gather(found, own, group=group)
         return found
 
     def from_first(self, make: Callable[[], str]) -> str:
