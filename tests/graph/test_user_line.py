@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from parplan.errors import CaptureError, ModelError, PlanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.user_line import failing_layer, failing_module
 from parplan.runtime.execution.gradients import Gradients
+from parplan.runtime.execution.parameter_store import Store
 
 
 class Words(nn.Module):
@@ -130,8 +132,11 @@ def test_a_parameter_that_is_returned_is_named_as_the_model_names_it() -> None:
 def test_a_gradient_sum_that_fails_names_the_parameters_as_the_model_does() -> None:
     graph, told = capture(Words(), (torch.zeros(8, 6, dtype=torch.long),)), list[str]()
     parameters = sorted(graph.layers["net.2"].parameters)
+    named: Any = SimpleNamespace(label=graph.label)
     store: Any = SimpleNamespace(
-        label=graph.label, shapes={p: {0: (1,), 1: (1,)} for p in parameters}, original=lambda name: torch.zeros(1)
+        sum_label=partial(Store.sum_label, named),
+        shapes={p: {0: (1,), 1: (1,)} for p in parameters},
+        original=lambda name: torch.zeros(1),
     )
     transport: Any = SimpleNamespace(
         owned=(0, 1),
