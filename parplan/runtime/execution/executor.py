@@ -79,12 +79,14 @@ class LocalForward:
     Args:
         place: where the device lives.
         tensors: all of the module's own that steps use, which have to lie on the device.
+        sums: of gradients over processes, in the program's order.
     """
 
     device: int
     place: torch.device
     steps: Sequence[LocalStep]
     tensors: Sequence[Tensor]
+    sums: Sequence[GradientSum]
 
 
 class Executor:
@@ -105,8 +107,12 @@ class Executor:
         caller_autograd: whether a forward that a device computes alone runs in the caller's autograd.
 
     Attributes:
-        several_results: more than one result takes a gradient, so that a loss may leave some out, and the parameters
-            of those have no gradients.
+        differentiable_results: names of the results that take a gradient.
+        several_results: there are more than one, so that a loss may leave some out, and the parameters of those have no
+            gradients.
+        may_leave_out: there are, and processes meet in gradient sums alone: in the end they tell each other which
+            parameters have a gradient in one of them. In other programs they do so before the backward, whose
+            transfers all have to take.
         last_reads: per forward step (by its id), the slots that no later step and no caller reads.
     """
 
@@ -148,7 +154,10 @@ class Executor:
         self._statistics = frozenset[str]().union(*self._written.values())
         self._changing = frozenset(program.updates) | graph.numbers.keys()
         self.last_reads = last_reads(program.forward, {*program.outputs, *program.updates.values()})
-        self.several_results = len({name for name in program.outputs if program.slots[name].requires_grad}) > 1
+        results = dict.fromkeys(program.outputs)
+        self.differentiable_results = tuple(name for name in results if program.slots[name].requires_grad)
+        self.several_results = len(self.differentiable_results) > 1
+        self.may_leave_out = self.several_results and transport.processes > 1 and exchanges_gradients_alone(program)
         self._state_results: frozenset[int] | None = None
         self._aliases: weakref.ref[ParameterAliases] | None = None
         grids: dict[str, set[Grid]] = defaultdict(set)
@@ -181,16 +190,16 @@ class Executor:
             return None
         (device,) = devices.intersection(self.transport.owned)
         special, known = self._changing | self._statistics, list[LocalStep]()
-        entered, buckets = set[int](), [step.bucket for step in program.backward if isinstance(step, Reduce)]
+        buckets = [step.bucket for step in program.backward if isinstance(step, Reduce)]
+        sums, entered = [self._sum(bucket, number, device) for number, bucket in enumerate(buckets)], set[int]()
         for step in steps:
             names = {state.name for state in step.states}
             states = [self.store.original(state.name) for state in step.states] if special.isdisjoint(names) else None
             first = [n for n, b in enumerate(buckets) if n not in entered and not names.isdisjoint(b.parameters)]
             entered.update(first)
-            sums = [self._sum(buckets[number], number, device) for number in first]
-            known.append(LocalStep(step, self.code.get(step, device), states, sums))
+            known.append(LocalStep(step, self.code.get(step, device), states, [sums[number] for number in first]))
         tensors = [self.store.original(state.name) for step in steps for state in step.states]
-        return LocalForward(device, self.transport.physical(device), known, tensors)
+        return LocalForward(device, self.transport.physical(device), known, tensors, sums)
 
     def _sum(self, bucket: Bucket, number: int, device: int) -> GradientSum:
         shapes = [self.store.shapes[name][device] for name in bucket.parameters]
@@ -207,7 +216,7 @@ class Executor:
         empty = any(step.batch(device) == 0 for step in self.program.computes for device in step.grid.devices)
         # The user's own code may give no gradient in one process and one in another.
         own_code = any(site_of(node) is not None for layer in self.graph.layers.values() for node in layer.nodes)
-        return not empty and not own_code and not self.graph.sites and not self.several_results
+        return not empty and not own_code and not self.graph.sites
 
     @cached_property
     def pipeline(self) -> Pipeline:

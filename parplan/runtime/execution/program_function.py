@@ -78,6 +78,8 @@ def _run_local(executor: Executor, local: LocalForward, inputs: Mapping[str, Ten
                 values.pop(slot, None)
             executor.done(step)
     executor.share_buffers()
+    if weights is not None and executor.may_leave_out:
+        values |= weights.attached(values)
     return [values[slot] for slot in executor.program.outputs]
 
 
@@ -92,11 +94,15 @@ class _Weights:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._aliases = executor.aliases()
-        # One sum alone has no backward to run beside, and is waited for where it begins.
-        self._sums = _Sums() if len(executor.program.buckets) > 1 else None
         tensors: Sequence[Tensor] = self._aliases.tensors
-        if self._sums is not None and tensors:
+        # One sum alone has no backward to run beside, and is waited for where it begins.
+        joined = executor.may_leave_out or len(executor.program.buckets) > 1
+        self._sums = _Sums(executor) if joined and tensors else None
+        if self._sums is not None:
+            if executor.may_leave_out:
+                call_hooks_with_gradients_only(executor.store.trainable.values())
             tensors = _SumsArrived.apply(self._sums, *tensors)  # type: ignore[no-untyped-call]
+        self._last = tensors[:1]  # of the backward
         self._known = dict(zip(executor.store.trainable, tensors, strict=True))
 
     def of_step(self, known: LocalStep, states: Sequence[Tensor]) -> list[Tensor]:
@@ -111,12 +117,24 @@ class _Weights:
         named = zip(known.step.states, states, strict=True)
         return [self._known.get(state.name, tensor) for state, tensor in named]
 
+    def attached(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The results, each of whose backwards comes to the sums, also to those of which it has no gradient."""
+        named = {name: values[name] for name in self._executor.differentiable_results if self._last}
+        attached = _ComesToSums.apply
+        return {name: attached(one, *self._last) for name, one in named.items() if one.requires_grad}  # type: ignore[no-untyped-call]
+
 
 class _Sums:
     """The gradient sums of one backward, begun in the program's order: the order in which autograd comes to them is its
-    own, and a process without samples runs the program's backward."""
+    own, and a process without samples runs the program's backward.
 
-    def __init__(self) -> None:
+    Attributes:
+        touched: parameters that this process has a gradient of.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.touched = set[str]()
+        self._executor = executor
         self._ready: dict[int, Callable[[], Pending]] = {}
         self._begun: list[Pending] = []
 
@@ -126,12 +144,42 @@ class _Sums:
         while (following := self._ready.pop(len(self._begun), None)) is not None:
             self._begun.append(following())
 
-    def arrive(self) -> None:
-        """Wait for all, after beginning those that others have not come in front of: a backward to some parameters."""
+    def arrive(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Wait for all, after beginning those that others have not come in front of: a backward to some parameters.
+
+        Args:
+            gradients: of the parameters, which the sums fill.
+
+        Returns:
+            Those of parameters that a process has a gradient of.
+        """
+        executor, named = self._executor, dict(zip(self._executor.store.trainable, gradients, strict=True))
+        if executor.may_leave_out and executor.local_forward is not None:
+            missing = executor.local_forward.sums
+            for wanted in (one for one in missing if one.number >= len(self._begun) and one.number not in self._ready):
+                flat, parts = _mean_terms(executor, wanted, [None] * len(wanted.sizes))
+                named |= zip(wanted.bucket.parameters, parts, strict=True)
+                self.begin(wanted.number, partial(_sum_up, executor, wanted, flat))
         begun = [*self._begun, *(self._ready[number]() for number in sorted(self._ready))]
-        self._ready, self._begun = {}, []
+        touched, self.touched, self._ready, self._begun = self.touched, set(), {}, []
         for one in begun:
             one.wait()
+        if executor.may_leave_out:
+            named = executor.store.as_gradients(named, touched)
+        return tuple(named.values())
+
+
+class _ComesToSums(torch.autograd.Function):
+    """A result as it is; its backward comes to the node that waits for all gradient sums."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, last: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        return gradient, None
 
 
 class _SumsArrived(torch.autograd.Function):
@@ -145,8 +193,7 @@ class _SumsArrived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.sums.arrive()
-        return (None, *gradients)
+        return (None, *ctx.sums.arrive(gradients))
 
 
 class _BucketSum(torch.autograd.Function):
@@ -173,14 +220,23 @@ class _BucketSum(torch.autograd.Function):
         executor, wanted = ctx.executor, ctx.wanted
         with torch.no_grad():
             flat, found = _mean_terms(executor, wanted, gradients)
-            given = dict.fromkeys(executor.transport.owned, flat)
-            (group,) = wanted.bucket.groups
-            sum_up = partial(executor.transport.reduce, wanted.label, group, given)
-            sum_up().wait() if ctx.sums is None else ctx.sums.begin(wanted.number, sum_up)
+            sum_up = partial(_sum_up, executor, wanted, flat)
+            if ctx.sums is None:
+                sum_up().wait()
+            else:
+                named = zip(wanted.bucket.parameters, gradients, strict=True)
+                ctx.sums.touched.update(name for name, gradient in named if gradient is not None)
+                ctx.sums.begin(wanted.number, sum_up)
         if torch.is_grad_enabled():  # create_graph=True
             depends_on = [one for one in gradients if one is not None and one.requires_grad]
             found = [_OnceDifferentiable.apply(one, *depends_on) for one in found]  # type: ignore[no-untyped-call]
         return (None, None, None, None, None, *found)
+
+
+def _sum_up(executor: Executor, wanted: GradientSum, flat: Tensor) -> Pending:
+    """Begin the sum of a bucket's terms over processes, in their own memory."""
+    (group,) = wanted.bucket.groups
+    return executor.transport.reduce(wanted.label, group, dict.fromkeys(executor.transport.owned, flat))
 
 
 _LARGE = 1 << 15

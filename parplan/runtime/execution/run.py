@@ -251,7 +251,8 @@ class Run:
         sums = Gradients(self._executor.store, self._transport, self._recorder)
         given = self.go_back(outputs, sums)
         # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
-        totals = sums.totals(self.parameters, touched=self._touched if self.reached is not None else None)
+        some = self.reached is not None or self._executor.may_leave_out
+        totals = sums.totals(self.parameters, touched=self._touched if some else None)
         self._transport.ready_on(self._executor.deliver_from)
         return [*given, *totals.values()]
 
@@ -286,9 +287,8 @@ class Run:
 
     def _reached_slots(self, outputs: Sequence[Tensor | None]) -> Set[str] | None:
         """Slots that have a gradient in some process, where the losses of all leave a result out; None: all slots."""
-        slots = self._program.slots
-        wanted = [name for name in dict.fromkeys(self._program.outputs) if slots[name].requires_grad]
-        if self._transport.processes == 1 or len(wanted) < 2:
+        wanted = self._executor.differentiable_results
+        if self._transport.processes == 1 or len(wanted) < 2 or self._executor.may_leave_out:
             return None
         own = {name for name, pull in zip(self._program.outputs, outputs, strict=True) if pull is not None}
         used = self._transport.any(name in own for name in wanted)

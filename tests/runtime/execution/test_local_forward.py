@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -49,7 +49,8 @@ class Pair:
         self.model = Compiled(copy.deepcopy(self.plain), planner(spread(ranks, "data"), ranks), **options)
         self.x = torch.randn(ranks, 3, 6, dtype=torch.float64)
         with patch.object(holdings, "FIRST_BUCKET_BYTES", nbytes), patch.object(holdings, "BUCKET_BYTES", nbytes):
-            self.model(self.x[0]).sum().backward()
+            results = self.model(self.x[0])
+            (results if isinstance(results, Tensor) else results[0]).sum().backward()
         self.model.zero_grad()
         program = self.model.program
         assert program is not None
@@ -107,6 +108,64 @@ def test_gradients_are_the_means_of_all_processes(ranks: int) -> None:
     run_case(_gradients, ranks)
 
 
+class Several(Net):
+    """(N, 6) to two results, (N, 6) and (N, 6), with a layer each of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 6).double()
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.middle(self.first(x).tanh()).sin()
+        return self.last(h), self.other(h), x.exp()
+
+
+def _note(called: list[str], name: str, gradient: Tensor) -> None:
+    assert gradient.isfinite().all()
+    called.append(name)
+
+
+def _several(rank: int, ranks: int) -> None:
+    """Losses that leave out results: those of all processes, or of some."""
+
+    def both(model: nn.Module, x: Tensor) -> Tensor:
+        first, second, _ = model(x)
+        loss: Tensor = first.square().sum() + second.exp().sum()
+        return loss
+
+    losses: Mapping[str, Sequence[Loss]] = {
+        "both": [both, both],
+        "the first": [lambda model, x: model(x)[0].square().sum()] * 2,
+        "the second": [lambda model, x: model(x)[1].square().sum()] * 2,
+        "one each": [lambda model, x: model(x)[0].square().sum(), lambda model, x: model(x)[1].sin().sum()],
+        "one in one, both in the other": [lambda model, x: model(x)[1].square().sum(), both],
+        "written in place": [lambda model, x: model(x)[1].mul_(2).sum(), lambda model, x: model(x)[0].exp_().sum()],
+        "a checkpoint": [lambda m, x: checkpoint(m, x.clone().requires_grad_(), use_reentrant=False)[1].sum(), both],
+        "none with parameters in one": [lambda model, x: model(x)[2].sum(), both],
+    }
+    for nbytes in (1, 400, 1 << 20):
+        torch.manual_seed(3)
+        pair = Pair(ranks, nbytes, Several)
+        assert type(pair.model(pair.x[rank])[0].grad_fn).__name__ == "_ComesToSumsBackward"
+        called = list[str]()
+        for name, parameter in pair.model.module.named_parameters():
+            parameter.register_hook(partial(_note, called, name))
+        for what, own in losses.items():
+            for step in ("first", "added"):
+                xs = pair.x.clone().requires_grad_()
+                called.clear()
+                torch.stack([loss(pair.plain, x) for loss, x in zip(own, xs, strict=True)]).mean().backward()
+                own[rank](pair.model, pair.x[rank].clone().requires_grad_()).backward()
+                pair.same(f"{nbytes} bytes, {what}, {step}")
+            assert sorted(called) == sorted(n for n, p in pair.plain.named_parameters() if p.grad is not None), what
+            pair.model.zero_grad()
+            pair.plain.zero_grad()
+
+
+def test_losses_that_leave_out_results() -> None:
+    run_case(_several, 2)
+
+
 class Passing(nn.Module):
     """(N, 6) to (N, 6): two weights with the very gradient of their sum, if there is one sample."""
 
@@ -138,12 +197,18 @@ def _without_samples(rank: int, ranks: int) -> None:
     """A process without samples runs the program's own backward: sums begin in the same order there."""
     with patch.object(holdings, "ALONE_BYTES", 300):
         pair = Pair(ranks, 1 << 20)
-        samples = pair.x if rank == 0 else pair.x[:, :0]
+        samples = [pair.x[0], pair.x[0][:0]]
         for step in ("first", "added"):
             (pair.plain(pair.x[0]).sum() / ranks).backward()
             pair.model(samples[rank]).sum().backward()
             pair.same(step)
         assert len(pair.buckets) == 4  # weights alone, and a bucket of all biases
+        torch.manual_seed(3)
+        pair = Pair(ranks, 1 << 20, Several)
+        for place in (0, 1):
+            (pair.plain(samples[0])[place].sum() / ranks).backward()
+            pair.model(samples[rank])[place].sum().backward()
+            pair.same(f"result {place}")
 
 
 def test_a_process_without_samples() -> None:
