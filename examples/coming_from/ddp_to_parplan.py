@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ def main() -> None:
     rank = dist.get_rank()
 
     train, test = digits()
-    sampler = DistributedSampler(train, seed=1)
+    sampler = DistributedSampler[Any](train, seed=1)
     batches = DataLoader(train, batch_size=30, sampler=sampler)
     unseen = DataLoader(test, batch_size=30, sampler=DistributedSampler(test, shuffle=False))
 

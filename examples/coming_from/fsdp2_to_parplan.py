@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,19 +30,19 @@ def main() -> None:
     device = join_processes()
 
     text = Text()
-    sampler = DistributedSampler(text, seed=1)
+    sampler = DistributedSampler[Any](text, seed=1)
     batches = DataLoader(text, batch_size=16, sampler=sampler, drop_last=True)
 
     with torch.device("meta"):
-        model = Decoder().double()
+        plain = Decoder().double()
     torch.manual_seed(0)
     codes, _ = next(iter(batches))
-    model = parplan.compile(model, codes.to(device), pins=options.pins, weights=options.weights)
+    model = parplan.compile(plain, codes.to(device), pins=options.pins, weights=options.weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     done = max(map(int, os.listdir(options.checkpoint)), default=0) if os.path.exists(options.checkpoint) else 0
     if done:
         weights, updates = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optimizer": updates}, checkpoint_id=f"{options.checkpoint}/{done}")
+        dcp.load({"model": weights, "optimizer": updates}, checkpoint_id=f"{options.checkpoint}/{done}")  # type: ignore[attr-defined]
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=updates)
 
     for epoch in range(done, options.epochs):
@@ -60,7 +61,7 @@ def main() -> None:
             print(f"epoch {epoch} loss {losses.item() / dist.get_world_size()!r}")
 
         weights, updates = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": updates}, checkpoint_id=f"{options.checkpoint}/{epoch + 1}")
+        dcp.save({"model": weights, "optimizer": updates}, checkpoint_id=f"{options.checkpoint}/{epoch + 1}")  # type: ignore[attr-defined]
     dist.destroy_process_group()
 
 
