@@ -70,6 +70,20 @@ def perceptron(*widths: int) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+class Features(nn.Module):
+    """`perceptron(768, 512, 512, 10)` that also returns what its last layer reads, which the loss leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(768, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores (N, 10) and features (N, 512)."""
+        features = self.body(x)
+        return self.head(features), features
+
+
 def data_parallel(layer: Layer, devices: int) -> Strategy:
     """Every layer on every process."""
     return Strategy(devices, 1, None, tuple(range(devices)))
@@ -183,6 +197,7 @@ CASES = (
     Case("small", "data parallel", partial(perceptron, 48, 64, 10), data_parallel, 16, 4, 10, 40),
     Case("deep", "data parallel", partial(perceptron, 48, *[64] * 20, 10), data_parallel, 32, 4, 10, 20),
     Case("wide", "data parallel", partial(perceptron, 768, 512, 512, 512, 10), data_parallel, 64, 16, 10, 10),
+    Case("features", "data parallel", Features, data_parallel, 16, 16, 10, 20),
     Case("convnet", "data parallel", convnet, data_parallel, 16, 32, 10, 5),
     Case("alexnet", "data parallel", AlexNet, data_parallel, 8, 224, 1000, 1),
     Case("alexnet", "hybrid", AlexNet, hybrid, 8, 224, 1000, 1),
@@ -300,7 +315,8 @@ def stepper(
     def step() -> None:
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed and isinstance(model, Compiled)):
-            scores = model(images)
+            results = model(images)
+        scores = results[0] if isinstance(results, tuple) else results
         cross_entropy(scores.float(), labels).backward()
         optimizer.step()
 

@@ -379,7 +379,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _run_report(options: argparse.Namespace) -> int:
     from parplan.report.progress import Progress
 
-    _check_outputs(("--json", options.json), ("--trace", options.trace))
+    _check_outputs(("--json", options.json), ("--html", options.html), ("--trace", options.trace))
     # torch's profiler, which finds the peak memory, announces itself on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     plan = _plan(options.plan)
@@ -400,6 +400,10 @@ def _run_report(options: argparse.Namespace) -> int:
     texts = {options.json: to_json(found.plan, measured.lines, *said)} if options.json else {}
     if options.trace:
         texts[options.trace] = measured.trace()
+    if options.html:
+        from parplan.report.pictures.page import measured_html
+
+        texts[options.html] = measured_html(measured)
     json_alone = texts.pop("-", "") if options.json == "-" else ""
     write_files(texts)
     if json_alone:

@@ -388,6 +388,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     _add_target(run)
     add_options(run, RunOptions)
     run.add_argument("--json", help=f"the comparison {JSON}", **FILE)
+    run.add_argument("--html", help="the comparison with both steps over time, as one page", **FILE)
     run.add_argument("--trace", help="the predicted and a measured step, for Perfetto or chrome://tracing", **FILE)
     run.add_argument("--full", action="store_true", help="a line for every layer; else long models are folded")
     return parser, found

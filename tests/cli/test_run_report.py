@@ -14,6 +14,8 @@ import pytest
 
 from parplan.cli.main import main
 from tests.processes import fork_ranks
+from tests.report.pictures.drawn import Page
+from tests.report.pictures.test_page import well_formed
 from tests.report.pictures.test_trace import lanes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,12 +66,18 @@ def test_the_trace_has_predicted_and_measured_of_every_device(
     model: str, processes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fork_ranks(monkeypatch)
-    command = ["run-report", model, "--devices", "2", "--steps", "2", "--trace", "step.json"]
+    files = ["--trace", "step.json", "--html", "step.html"]
+    command = ["run-report", model, "--devices", "2", "--steps", "2", *files]
     assert main([*command, *["--processes"] * processes]) == 0
     found = lanes(Path("step.json").read_text(encoding="utf-8"))
     tracks = list(dict.fromkeys(track for track, _ in found))
     each = [f"device {device}{end}" for device in (0, 1) for end in (" (cpu), predicted", ", measured")]
     assert tracks == (each if processes else [*each, "process 0, measured"])
+    page = Page(Path("step.html").read_text(encoding="utf-8"))
+    well_formed(page)
+    shown = page.shown.replace("\N{NO-BREAK SPACE}", " ")
+    assert "Measured step" in shown
+    assert all(track.replace(" (cpu)", "") in shown for track in tracks)
     for device in (0, 1) if processes else ():
         own = found[f"device {device}, measured", "compute"]
         assert {"update", "forward", "backward"} <= {event["cat"] for event in own}

@@ -8,7 +8,7 @@ from parplan.errors import ParplanError
 from parplan.planner.decision import Decision
 from parplan.report.pictures.lanes import device_lanes, drawn_lanes, predicted_timeline
 from parplan.report.pictures.net import draw_net
-from parplan.report.pictures.timeline import draw_timeline
+from parplan.report.pictures.timeline import draw_timeline, predicted_title
 
 __all__ = ["step_path", "svg_files"]
 
@@ -43,5 +43,7 @@ def svg_files(decision: Decision, path: str | Path) -> dict[str, str]:
     timeline = predicted_timeline(decision)
     if timeline is not None:
         lanes = drawn_lanes(device_lanes(timeline), MOST_BLOCKS)
-        found[beside] = draw_timeline(lanes, timeline.step_s, decision.plan.model).standalone()
+        found[beside] = draw_timeline(
+            lanes, timeline.step_s, predicted_title(decision.plan.model, timeline.step_s)
+        ).standalone()
     return found

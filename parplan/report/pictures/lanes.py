@@ -1,16 +1,21 @@
-"""The predicted step as lanes: compute, sending, receiving and gradient sums of every device, over time."""
+"""A step as lanes: compute, sending, receiving and gradient sums of every device, over time."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from parplan.planner.decision import Decision
 from parplan.planner.search.context import SIMULATED
 from parplan.planner.simulation.timeline import Kind, Lane, Resource, Timeline, simulate
-from parplan.runtime.measurement.trace_events import side_by_side
+from parplan.report import units
+from parplan.runtime.measurement.trace_events import TraceSpan, side_by_side
 
-__all__ = ["LANE_WORDS", "Block", "DeviceLanes", "LaneBlocks", "device_lanes", "drawn_lanes", "predicted_timeline"]
+__all__ = [
+    "LANE_WORDS", "Block", "DeviceLanes", "LaneBlocks", "device_lanes", "drawn_lanes", "predicted_timeline",
+    "span_lanes",
+]  # fmt: skip
 
 LANE_WORDS: Mapping[Lane, str] = {
     Lane.COMPUTE: "compute",
@@ -47,19 +52,31 @@ class Block:
 
 @dataclass(frozen=True)
 class LaneBlocks:
-    """Blocks of one lane by start, none of which overlap; `place` counts the lanes of those who share one."""
+    """Blocks of one lane by start, none of which overlap.
+
+    Args:
+        place: counts the lanes of those who share one.
+        words: names the lane, if it has a name of its own.
+    """
 
     lane: Lane
     place: int
     blocks: tuple[Block, ...]
+    words: str = ""
 
 
 @dataclass(frozen=True)
 class DeviceLanes:
-    """The lanes of a device, or of several on which everything happens at the same times."""
+    """The lanes of a device, or of several on which everything happens at the same times; `label`: instead of them."""
 
     devices: tuple[int, ...]
     lanes: tuple[LaneBlocks, ...]
+    label: str = ""
+
+    @property
+    def words(self) -> str:
+        """The name of its rows in a picture."""
+        return self.label or units.devices(self.devices)
 
 
 def predicted_timeline(decision: Decision) -> Timeline | None:
@@ -98,12 +115,47 @@ def _side_by_side(lane: Lane, blocks: Iterable[Block]) -> list[LaneBlocks]:
     return [LaneBlocks(lane, place, tuple(own)) for place, own in sorted(found.items())]
 
 
+def span_lanes(spans: Iterable[TraceSpan]) -> tuple[DeviceLanes, ...]:
+    """The lanes of every track of a trace, in their order: of predicted (trace.py) and measured ones alike."""
+    tracks: dict[str, dict[str, list[Block]]] = {}
+    for span in spans:
+        kind = span.category.removeprefix("wait for ")
+        name = str(span.details.get("of", span.name.partition(" · ")[0]))
+        number = span.details.get("micro_batch")
+        part = int(number) - 1 if isinstance(number, int) else None
+        block = Block(_KINDS.get(kind, Kind.OVERHEAD), name, part, span.start_s, span.end_s, span.category != kind)
+        tracks.setdefault(span.track, {}).setdefault(span.lane, []).append(block)
+    found = []
+    for track, lanes in tracks.items():
+        known = ((words, lane, lanes[words]) for words, lane in _LANES.items() if words in lanes)
+        rows = [replace(row, words=words) for words, lane, own in known for row in _side_by_side(lane, own)]
+        found.append(DeviceLanes((), tuple(rows), _KIND.sub("", track).partition(";")[0]))
+    return tuple(found)
+
+
+_KIND = re.compile(r" \(.*\)(?=, predicted)")
+"""The kind of a device in the name of its track: pictures have no room for it."""
+
+_KINDS = {kind.value: kind for kind in Kind}
+
+_LANES = {
+    LANE_WORDS[Lane.COMPUTE]: Lane.COMPUTE,
+    LANE_WORDS[Lane.OUT]: Lane.OUT,
+    LANE_WORDS[Lane.IN]: Lane.IN,
+    "transfers": Lane.IN,
+    LANE_WORDS[Lane.SUMS]: Lane.SUMS,
+    "runtime": Lane.SUMS,
+}
+"""Lanes of predicted and measured tracks by their names, from the top of a picture down."""
+
+
 def drawn_lanes(found: Sequence[DeviceLanes], limit: int) -> tuple[DeviceLanes, ...]:
     """The lanes with equal devices as one, and short neighbours of a kind as one until `limit` blocks are left."""
-    alike: dict[tuple[LaneBlocks, ...], tuple[int, ...]] = {}
+    alike: dict[tuple[str, tuple[LaneBlocks, ...]], DeviceLanes] = {}
     for one in found:
-        alike[one.lanes] = (*alike.get(one.lanes, ()), *one.devices)
-    drawn = tuple(DeviceLanes(devices, lanes) for lanes, devices in alike.items())
+        known = alike.get((one.label, one.lanes))
+        alike[one.label, one.lanes] = replace(known, devices=(*known.devices, *one.devices)) if known else one
+    drawn = tuple(alike.values())
     end_s = max((block.end_s for one in found for lane in one.lanes for block in lane.blocks), default=0.0)
     shortest_s = end_s / 2**16
     while sum(len(lane.blocks) for one in drawn for lane in one.lanes) > limit and shortest_s < end_s:

@@ -1,4 +1,5 @@
-"""The HTML page of a decision: one file that loads nothing, runs no script but its own, and has its figures in tables.
+"""HTML pages of a decision and of a measured step: each is a file that loads nothing, runs no script but its own, and
+has its figures in tables.
 
 Jinja2 escapes all text; drawings are trees of elements (svg.py); data for the script is JSON without markup. A content
 security policy names the script and the style sheet by their digests, so that nothing else could run or load.
@@ -20,18 +21,21 @@ from parplan.report import units
 from parplan.report.page import printed
 from parplan.report.pictures.bars import draw_bars
 from parplan.report.pictures.figures import layer_table, sources, step_parts
-from parplan.report.pictures.lanes import device_lanes, drawn_lanes, predicted_timeline
+from parplan.report.pictures.lanes import device_lanes, drawn_lanes, predicted_timeline, span_lanes
 from parplan.report.pictures.memory import draw_memory, memory_over_step
 from parplan.report.pictures.net import draw_net
 from parplan.report.pictures.rows import Row, inside, net_rows
 from parplan.report.pictures.svg import BROAD, NARROW, Drawing, theme
 from parplan.report.pictures.text import visible
-from parplan.report.pictures.timeline import CHARACTER, LIGHT, Drawn, block_words, draw_timeline
+from parplan.report.pictures.timeline import CHARACTER, LIGHT, Drawn, block_words, draw_timeline, predicted_title
 from parplan.report.sections.proof import baseline_remark, claim, compared_plans, heading, seconds_text
 from parplan.report.sections.verdict import verdict_lines
 from parplan.report.terminal import render
+from parplan.runtime.measurement.measured_spans import by_device
+from parplan.runtime.measurement.measured_step import ComparedLine, MeasuredStep, StepPart, notes, title
+from parplan.runtime.measurement.predicted import BothTimes
 
-__all__ = ["html"]
+__all__ = ["html", "measured_html"]
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 MOST_BLOCKS = 3000
@@ -55,13 +59,9 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
         command: what repeats this report, if it was a command.
         target: the model on a command line.
     """
-    import jinja2
-    from markupsafe import Markup
-
     plan, cluster = decision.plan, decision.cluster
     timeline = predicted_timeline(decision)
     memory = memory_over_step(decision, timeline)
-    style, script = f"{theme()}\n{_template('page.css')}", _template("page.js")
     model, step_s = visible(plan.model), decision.prediction.step_s
 
     numbered, (net, zooms) = list[Drawn](), _net(decision, net_rows(decision), "net")
@@ -72,7 +72,6 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
         "memory": memory and _picture("memory", partial(draw_memory, memory, plan.model)),
         "timeline": timeline and _picture("step", partial(_draw_step, timeline, plan.model, numbered)),
     }
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     sections = {
         "plan-net": "Net", "plan-step": "Step", "plan-memory": "Memory", "plan-others": "Other plans",
         "plan-layers": "Layers", "plan-sources": "Proof and sources", "plan-again": "Repeat",
@@ -88,12 +87,9 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
     if decision.passes is not None and decision.passes.count > 1:
         facts.append(f"{plan.scheme.value}, {decision.passes.count} passes")
     simulated = " of the device that is done last" if decision.prediction.simulated else ""
-    return environment.from_string(_template("page.html")).render(
+    return _rendered(
+        "page.html",
         **pictures,
-        style=Markup(style),
-        script=Markup(script),
-        style_hash=_digest(style),
-        script_hash=_digest(script),
         model=model,
         devices=f"{plan.devices} device{'s' if plan.devices > 1 else ''}",
         cluster=visible(cluster.describe()),
@@ -119,7 +115,64 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
         plan=plan.to_json(),
         text=_text(decision),
         took=seconds_text(decision.seconds) if decision.seconds.total > 0 else "",  # not with --as-profiled
-        blocks=_blocks(numbered, timeline),
+        blocks=_blocks(numbered, timeline.step_s if timeline is not None else 0.0),
+    )
+
+
+def measured_html(step: MeasuredStep) -> str:
+    """The page of a measured step: predicted lanes above measured ones by device, and its parts."""
+    tracks = span_lanes(by_device(step.expected.spans if step.expected is not None else (), step.spans))
+    end_s = max((block.end_s for one in tracks for lane in one.lanes for block in lane.blocks), default=0.0)
+    numbered, lanes, named = list[Drawn](), drawn_lanes(tracks, MOST_BLOCKS), f"{visible(step.model, 60)}: the step"
+    draw = partial(draw_timeline, lanes, end_s, named, numbered)
+    lines = step.lines
+    whole = next(line for line in lines if line.part is StepPart.STEP)
+    predicted_s, measured_s = whole.predicted.total_s if whole.predicted is not None else None, whole.measured.total_s
+    times = units.step(measured_s)
+    return _rendered(
+        "measured.html",
+        model=visible(step.model),
+        facts=visible(title(step), 400),
+        figures=[
+            ("Predicted step", times.text(predicted_s) or "none", ""),
+            ("Measured step", times.text(measured_s), f"{whole.ratio:.2f} of the prediction" if whole.ratio else ""),
+        ],
+        notes=[visible(note, 1200) for note in notes(step)],
+        timeline=_picture("step", draw) if tracks and end_s > 0 else None,
+        how="Every device's predicted lanes stand above its measured ones, of the recorded step of median length.",
+        steps=f"{step.steps} step{'s' if step.steps > 1 else ''}",
+        heads=["part", "forward", "measured", "backward", "measured", "ratio"],
+        rows=_compared(lines),
+        blocks=_blocks(numbered, end_s),
+    )
+
+
+def _compared(lines: Sequence[ComparedLine]) -> list[tuple[str, ...]]:
+    """Predicted and measured times of both directions and their ratio, by part; parts without directions have one."""
+    known = [(line, line.predicted or BothTimes(), line.measured) for line in lines]
+    scale = units.time_column(own.total_s for _, *both in known for own in both)
+    found = []
+    for line, predicted, measured in known:
+        seconds = [predicted.forward_s, measured.forward_s, predicted.backward_s, measured.backward_s]
+        cells = [scale.text(value) if value else "-" for value in seconds]
+        ratio = f"{line.ratio:.2f}" if line.ratio is not None else "-"
+        found.append((visible(line.label, 120), *cells, ratio))
+    return found
+
+
+def _rendered(template: str, **given: Any) -> str:
+    """A page from a template, with the style sheet and the script in it."""
+    import jinja2
+    from markupsafe import Markup
+
+    style, script = f"{theme()}\n{_template('page.css')}", _template("page.js")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(_template(template)).render(
+        style=Markup(style),
+        script=Markup(script),
+        style_hash=_digest(style),
+        script_hash=_digest(script),
+        **given,
     )
 
 
@@ -141,7 +194,7 @@ def _picture(name: str, draw: Callable[[float, str], Drawing]) -> _Picture:
 
 def _draw_step(timeline: Timeline, model: str, numbered: list[Drawn], width: float, name: str) -> Drawing:
     lanes = drawn_lanes(device_lanes(timeline), MOST_BLOCKS)
-    return draw_timeline(lanes, timeline.step_s, model, numbered, width, name)
+    return draw_timeline(lanes, timeline.step_s, predicted_title(model, timeline.step_s), numbered, width, name)
 
 
 @dataclass(frozen=True)
@@ -211,7 +264,7 @@ def _text(decision: Decision) -> str:
     return "\n".join([*lines, "... the rest is left out: run the command above"] if ended else lines)
 
 
-def _blocks(drawn: Sequence[Drawn], timeline: Timeline | None) -> dict[str, Any]:
+def _blocks(drawn: Sequence[Drawn], step_s: float) -> dict[str, Any]:
     """The blocks of the timelines for the script, in the order of their numbers: names and words by their place."""
     names: dict[str, int] = {}
     blocks = []
@@ -219,5 +272,4 @@ def _blocks(drawn: Sequence[Drawn], timeline: Timeline | None) -> dict[str, Any]
         named = (names.setdefault(text, len(names)) for text in (label, block_words(block)))
         times = (float(f"{block.start_s:.7g}"), float(f"{block.end_s:.7g}"))
         blocks.append([*named, *times, y if label else 0, int(block.kind in LIGHT)])
-    step_s = timeline.step_s if timeline is not None else 0.0
     return {"names": list(names), "blocks": blocks, "step": step_s, "character": CHARACTER}

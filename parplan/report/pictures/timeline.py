@@ -11,7 +11,7 @@ from parplan.report.pictures.lanes import LANE_WORDS, Block, DeviceLanes, LaneBl
 from parplan.report.pictures.svg import BROAD, COLOURS, MONOSPACE, NARROW, Drawing, Element, add, fill, line
 from parplan.report.pictures.text import shortened, visible
 
-__all__ = ["APART", "CHARACTER", "Drawn", "block_words", "draw_timeline", "edges", "ticks"]
+__all__ = ["APART", "CHARACTER", "Drawn", "block_words", "draw_timeline", "edges", "predicted_title", "ticks"]
 
 TOP, TALL, FLAT, GAP = 22.0, 24.0, 14.0, 14.0
 HOW = ("Time goes from left to right, and each band is a device: a block is a layer's forward or backward, a transfer "
@@ -35,7 +35,7 @@ def edges(width: float) -> tuple[float, float]:
 def draw_timeline(
     drawn: Sequence[DeviceLanes],
     step_s: float,
-    model: str,
+    title: str,
     numbered: list[Drawn] | None = None,
     width: float = BROAD,
     name: str = "step",
@@ -45,6 +45,7 @@ def draw_timeline(
     Args:
         drawn: devices on which everything happens at the same times are one entry (lanes.drawn_lanes).
         step_s: the length of the step.
+        title: of the picture, and the name that a reader of screens says.
         numbered: if given, the blocks are added in the order of the numbers that they carry then, for a script that
             zooms and explains them.
         width: BROAD, or NARROW with the names of devices above their lanes.
@@ -56,7 +57,6 @@ def draw_timeline(
     keys = _legend_rows(shown, left, width)
     more = f"{len(drawn) - len(shown)} more rows of devices are not drawn; the trace has them all"
     height = TOP + tall + 8 + 18 * (len(keys) + (len(drawn) > len(shown)))
-    title = f"{visible(model, 60)}: the predicted step, {units.step(step_s).text(step_s)}"
     drawing = Drawing(name, (width, height), title, _description(shown, step_s), HOW)
     root, bottom = drawing.root, TOP + tall - 6
     axis = add(root, "g", font_size=10.5, text_anchor="middle", id=f"{name}-axis", **fill("soft"))
@@ -73,13 +73,14 @@ def draw_timeline(
     labels = add(root, "g", font_family=MONOSPACE, font_size=10, id=f"{name}-labels")
     y = 0.0
     for one in shown:
-        said = shortened(units.devices(one.devices), 22 if not above else 60)
+        said = shortened(one.words, 22 if not above else 60)
         text = add(heads, "text", said, x=4, y=TOP + y + (12 if above else 16), font_weight=600)
-        add(text, "title", units.devices(one.devices))
+        add(text, "title", one.words)
         y += above
         for lane in one.lanes:
             high = lane_height(lane)
-            add(lanes, "text", LANE_WORDS[lane.lane] if not lane.place else "", x=left - 8, y=TOP + y + high / 2 + 3.5)
+            words = (lane.words or LANE_WORDS[lane.lane]) if not lane.place else ""
+            add(lanes, "text", words, x=left - 8, y=TOP + y + high / 2 + 3.5)
             add(plot, "rect", x=0, y=y + 1, width=long, height=high - 2, **fill("hollow"))
             _draw_blocks((plot, labels), lane, y, (left, long / step_s if step_s > 0 else 0.0), numbered)
             y += high
@@ -89,6 +90,11 @@ def draw_timeline(
     if len(drawn) > len(shown):
         add(root, "text", more, x=left, y=height - 6, font_size=11, **fill("soft"))
     return drawing
+
+
+def predicted_title(model: str, step_s: float) -> str:
+    """The title of a predicted step's picture."""
+    return f"{visible(model, 60)}: the predicted step, {units.step(step_s).text(step_s)}"
 
 
 def lane_height(lane: LaneBlocks) -> float:
@@ -106,7 +112,7 @@ def _description(shown: Sequence[DeviceLanes], step_s: float) -> str:
         named = ((COLOURS[kind.value].words, own_s) for kind, own_s in spent.items() if own_s > 0)
         parts = [f"{words} {units.step(step_s).text(own_s)}" for words, own_s in named]
         parts += [f"waiting {units.step(step_s).text(waits_s)}"] * (waits_s > 0)
-        said.append(f"{units.devices(one.devices)}: {', '.join(parts)}")
+        said.append(f"{one.words}: {', '.join(parts)}")
     return f"{'; '.join(said)}."
 
 

@@ -162,10 +162,10 @@ class _Sums:
                 self.begin(wanted.number, partial(_sum_up, executor, wanted, flat))
         begun = [*self._begun, *(self._ready[number]() for number in sorted(self._ready))]
         touched, self.touched, self._ready, self._begun = self.touched, set(), {}, []
+        if executor.may_leave_out:  # processes tell each other while the sums go on
+            named = executor.store.as_gradients(named, touched)
         for one in begun:
             one.wait()
-        if executor.may_leave_out:
-            named = executor.store.as_gradients(named, touched)
         return tuple(named.values())
 
 

@@ -4,8 +4,8 @@
   const byId = (name) => document.getElementById(name);
   for (const hidden of document.querySelectorAll(".tools")) hidden.hidden = false;
 
-  // ---- the layer table ----
-  const table = byId("layers"), body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
+  // ---- the layer table; the page of a measured step has none, and no plan file ----
+  const table = byId("layers"), body = table?.tBodies[0], heads = [...(table?.tHead.rows[0].cells ?? [])];
   const key = (row, column) => {
     const cell = row.cells[column], text = cell.dataset.v ?? cell.textContent;
     return text.trim() !== "" && Number.isFinite(Number(text)) ? Number(text) : text;
@@ -28,7 +28,7 @@
       body.append(...rows.map(([, row]) => row));
     });
   });
-  byId("filter").addEventListener("input", (event) => {
+  byId("filter")?.addEventListener("input", (event) => {
     const wanted = event.target.value.toLowerCase();
     let count = 0;
     for (const row of body.rows) {
@@ -39,7 +39,7 @@
   });
 
   // ---- the plan file ----
-  byId("save").addEventListener("click", () => {
+  byId("save")?.addEventListener("click", () => {
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([byId("plan").textContent], { type: "application/json" }));
     link.download = "plan.json";
