@@ -1,7 +1,7 @@
 """A training by DistributedDataParallel as many projects have it; `ddp_to_parplan.py` is the same one with parplan.
 
-    torchrun --nproc-per-node 2 examples/coming_from/ddp.py
-    torchrun --nproc-per-node 2 examples/coming_from/ddp_to_parplan.py
+    torchrun --nproc-per-node 2 -m examples.coming_from.ddp
+    torchrun --nproc-per-node 2 -m examples.coming_from.ddp_to_parplan
     diff examples/coming_from/ddp.py examples/coming_from/ddp_to_parplan.py
 
 Both give the same numbers, and go on from each other's checkpoints.

@@ -1,7 +1,7 @@
 """A training by `fully_shard` as many projects have it; `fsdp2_to_parplan.py` is the same one with parplan.
 
-    torchrun --nproc-per-node 2 examples/coming_from/fsdp2.py
-    torchrun --nproc-per-node 2 examples/coming_from/fsdp2_to_parplan.py
+    torchrun --nproc-per-node 2 -m examples.coming_from.fsdp2
+    torchrun --nproc-per-node 2 -m examples.coming_from.fsdp2_to_parplan
     diff examples/coming_from/fsdp2.py examples/coming_from/fsdp2_to_parplan.py
 
 Both give the same numbers, and go on from each other's checkpoints.

@@ -24,8 +24,8 @@ PINS = {"ddp": ["5=shards:2", "7=shards:2"], "fsdp2": ["*=state:gathered"]}
 
 def run(program: str, checkpoint: Path, epochs: int, *arguments: str) -> list[list[float]]:
     """The numbers that a program prints, by epoch."""
-    command = [*TORCHRUN, str(PROGRAMS / f"{program}.py"), "--checkpoint", str(checkpoint), "--epochs", str(epochs)]
-    given = [*command, *arguments]
+    command = [*TORCHRUN, "-m", f"examples.coming_from.{program}", "--checkpoint", str(checkpoint)]
+    given = [*command, "--epochs", str(epochs), *arguments]
     done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = re.findall(r"^epoch \d+ loss (\S+)(?: right (\S+))?$", done.stdout, re.MULTILINE)
