@@ -13,8 +13,6 @@ import torch
 
 from examples.coming_from.tasks import Decoder
 
-pytestmark = pytest.mark.full
-
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "examples/coming_from"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -32,6 +30,7 @@ def run(program: str, checkpoint: Path, epochs: int, *arguments: str) -> list[li
     return [[float(number) for number in line if number] for line in lines]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", PINS)
 def test_a_program_with_parplan_gives_the_same_numbers(program: str, tmp_path: Path) -> None:
     arguments = list[str]()
