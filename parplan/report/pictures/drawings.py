@@ -43,7 +43,6 @@ def svg_files(decision: Decision, path: str | Path) -> dict[str, str]:
     timeline = predicted_timeline(decision)
     if timeline is not None:
         lanes = drawn_lanes(device_lanes(timeline), MOST_BLOCKS)
-        found[beside] = draw_timeline(
-            lanes, timeline.step_s, predicted_title(decision.plan.model, timeline.step_s)
-        ).standalone()
+        named = predicted_title(decision.plan.model, timeline.step_s)
+        found[beside] = draw_timeline(lanes, timeline.step_s, named).standalone()
     return found

@@ -129,7 +129,7 @@ class _Sums:
     own, and a process without samples runs the program's backward.
 
     Attributes:
-        touched: parameters that this process has a gradient of.
+        touched: parameters that this process has a gradient of, where a loss may leave out a result.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -153,20 +153,26 @@ class _Sums:
         Returns:
             Those of parameters that a process has a gradient of.
         """
-        executor, named = self._executor, dict(zip(self._executor.store.trainable, gradients, strict=True))
-        if executor.may_leave_out and executor.local_forward is not None:
-            missing = executor.local_forward.sums
-            for wanted in (one for one in missing if one.number >= len(self._begun) and one.number not in self._ready):
-                flat, parts = _mean_terms(executor, wanted, [None] * len(wanted.sizes))
-                named |= zip(wanted.bucket.parameters, parts, strict=True)
-                self.begin(wanted.number, partial(_sum_up, executor, wanted, flat))
+        executor, named = self._executor, dict[str, Tensor | None]()
+        if executor.may_leave_out:
+            named = dict(zip(executor.store.trainable, gradients, strict=True)) | self._begin_missing()
         begun = [*self._begun, *(self._ready[number]() for number in sorted(self._ready))]
         touched, self.touched, self._ready, self._begun = self.touched, set(), {}, []
         if executor.may_leave_out:  # processes tell each other while the sums go on
-            named = executor.store.as_gradients(named, touched)
+            gradients = tuple(executor.store.as_gradients(named, touched).values())
         for one in begun:
             one.wait()
-        return tuple(named.values())
+        return gradients
+
+    def _begin_missing(self) -> dict[str, Tensor | None]:
+        """Begin with zeros what this process has no gradient for, as others may have one; what they fill, by name."""
+        executor, local, found = self._executor, self._executor.local_forward, dict[str, Tensor | None]()
+        for wanted in local.sums if local is not None else ():
+            if wanted.number >= len(self._begun) and wanted.number not in self._ready:
+                flat, parts = _mean_terms(executor, wanted, [None] * len(wanted.sizes))
+                found |= zip(wanted.bucket.parameters, parts, strict=True)
+                self.begin(wanted.number, partial(_sum_up, executor, wanted, flat))
+        return found
 
 
 class _ComesToSums(torch.autograd.Function):
@@ -224,8 +230,9 @@ class _BucketSum(torch.autograd.Function):
             if ctx.sums is None:
                 sum_up().wait()
             else:
-                named = zip(wanted.bucket.parameters, gradients, strict=True)
-                ctx.sums.touched.update(name for name, gradient in named if gradient is not None)
+                if executor.may_leave_out:
+                    named = zip(wanted.bucket.parameters, gradients, strict=True)
+                    ctx.sums.touched.update(name for name, gradient in named if gradient is not None)
                 ctx.sums.begin(wanted.number, sum_up)
         if torch.is_grad_enabled():  # create_graph=True
             depends_on = [one for one in gradients if one is not None and one.requires_grad]
