@@ -6,7 +6,8 @@ state meet `fully_shard` of every layer with weights, which keeps them for the b
 ZeRO-2), those with gathered state `fully_shard` that frees them behind the forward (ZeRO-3). Both models live in the
 same gloo processes with one thread each and take turns, so that a machine that slows down slows both: every round gives
 one ratio, and the median of the ratios is what counts, with the quartiles as its spread. A step is everything: forward,
-loss, backward and SGD with momentum. Batch norm is local, as DDP has it.
+loss, backward and SGD with momentum. Batch norm is local, as DDP has it, but in the case of global statistics, which
+meets norms that are synchronized by hand (torch's `SyncBatchNorm` is for GPUs alone).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch import multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -84,8 +86,71 @@ class Features(nn.Module):
         return self.head(features), features
 
 
+class LossInside(nn.Module):
+    """`perceptron(768, 512, 512, 10)` with its loss: the whole batch's of parplan, each process's own of DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = perceptron(768, 512, 512, 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross entropy."""
+        return cross_entropy(self.net(images), labels)
+
+
+class _SynchronizedNorm(torch.autograd.Function):
+    """Batch norm with the statistics of all processes: one exchange forward and one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: nn.BatchNorm2d, weight: Tensor, bias: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+        both = torch.stack([mean, variance + mean.square()])
+        dist.all_reduce(both)
+        mean, square = both / dist.get_world_size()
+        variance = square - mean.square()
+        count = x.numel() // x.shape[1] * dist.get_world_size()
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        norm.running_mean.lerp_(mean, norm.momentum or 0.0)
+        norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum or 0.0)
+        ctx.save_for_backward(x, weight, mean, (variance + norm.eps).rsqrt())
+        return functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, norm.eps)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, factor = ctx.saved_tensors
+        total = gradient.sum((0, 2, 3))
+        scaled = ((gradient * x).sum((0, 2, 3)) - mean * total) * factor
+        both = torch.stack([total, scaled])
+        dist.all_reduce(both)
+        of_all, of_scaled = both / (dist.get_world_size() * x.numel() // x.shape[1])
+        of_x = -weight * factor.square() * of_scaled
+        offset = -weight * factor * of_all - of_x * mean
+        own, of_x, offset = (one.view(1, -1, 1, 1) for one in (weight * factor, of_x, offset))
+        return torch.addcmul(torch.addcmul(offset, x, of_x), gradient, own), None, scaled, total
+
+
+class SynchronizedNorm(nn.BatchNorm2d):
+    """Batch norm as a process of a hand-written program has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of training alone."""
+        result: Tensor = _SynchronizedNorm.apply(x, self, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return result
+
+
+def by_synchronized_norms(net: nn.Module) -> nn.Module:
+    """DDP with the statistics of all processes."""
+    for name, norm in list(net.named_modules()):
+        if isinstance(norm, nn.BatchNorm2d):
+            net.set_submodule(name, SynchronizedNorm(norm.num_features))
+    return DistributedDataParallel(net)
+
+
 def data_parallel(layer: Layer, devices: int) -> Strategy:
-    """Every layer on every process."""
+    """Every layer on every process that can be, a loss once."""
+    if layer.batch is None and not layer.constant:
+        return Strategy()
     return Strategy(devices, 1, None, tuple(range(devices)))
 
 
@@ -170,7 +235,7 @@ def hybrid(layer: Layer, devices: int) -> Strategy:
 class Case:
     """One comparison: `samples` per process of images with `side` pixels, in `classes` classes, in one go or in
     micro-batches (of DDP by `no_sync`); the other one is what `rival` makes of the network. `mixed`: in bf16, parplan's
-    under autocast."""
+    under autocast. `statistics`: of batch norm."""
 
     network: str
     plan: str
@@ -184,6 +249,7 @@ class Case:
     micro_batches: int = 1
     rival: Callable[[nn.Module], nn.Module] = DistributedDataParallel
     mixed: bool = False
+    statistics: str = "local"
 
     def planner(self, graph: LayerGraph) -> Plan:
         """The plan, whatever the network."""
@@ -198,7 +264,20 @@ CASES = (
     Case("deep", "data parallel", partial(perceptron, 48, *[64] * 20, 10), data_parallel, 32, 4, 10, 20),
     Case("wide", "data parallel", partial(perceptron, 768, 512, 512, 512, 10), data_parallel, 64, 16, 10, 10),
     Case("features", "data parallel", Features, data_parallel, 16, 16, 10, 20),
+    Case("inside", "data parallel", LossInside, data_parallel, 16, 16, 10, 20),
     Case("convnet", "data parallel", convnet, data_parallel, 16, 32, 10, 5),
+    Case(
+        "convnet",
+        "global statistics",
+        convnet,
+        data_parallel,
+        16,
+        32,
+        10,
+        5,
+        rival=by_synchronized_norms,
+        statistics="global",
+    ),
     Case("alexnet", "data parallel", AlexNet, data_parallel, 8, 224, 1000, 1),
     Case("alexnet", "hybrid", AlexNet, hybrid, 8, 224, 1000, 1),
     Case("alexnet", "hybrid, broadcast", AlexNet, hybrid, 8, 224, 1000, 1, Scheme.BROADCAST),
@@ -311,13 +390,17 @@ def stepper(
 
     if micro_batches > 1:
         return accumulate
+    inside = isinstance(model.module, LossInside)
 
     def step() -> None:
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed and isinstance(model, Compiled)):
-            results = model(images)
-        scores = results[0] if isinstance(results, tuple) else results
-        cross_entropy(scores.float(), labels).backward()
+            results = model(images, labels) if inside else model(images)
+        if inside:
+            results.backward()
+        else:
+            scores = results[0] if isinstance(results, tuple) else results
+            cross_entropy(scores.float(), labels).backward()
         optimizer.step()
 
     return step
@@ -349,7 +432,7 @@ def compare(case: Case, rank: int, rounds: int) -> Figures:
     torch.manual_seed(rank)
     batch = (torch.randn(case.samples, 3, case.side, case.side), torch.randint(case.classes, (case.samples,)))
     ddp = stepper(case.rival(copy.deepcopy(net)), *batch, case.micro_batches, case.mixed)
-    own = stepper(Compiled(net, case.planner, batch_norm="local"), *batch, case.micro_batches, case.mixed)
+    own = stepper(Compiled(net, case.planner, batch_norm=case.statistics), *batch, case.micro_batches, case.mixed)
     for step in (ddp, own):
         seconds(step, 3)
     times = in_turns({"ddp": ddp, "parplan": own}, rounds, case.steps)

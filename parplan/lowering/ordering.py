@@ -38,7 +38,7 @@ from parplan.lowering.program import (
 )
 from parplan.lowering.step_setting import StepSetting
 
-__all__ = ["Gathers", "backward", "exchanges_gradients_alone", "forward", "staged"]
+__all__ = ["Gathers", "backward", "forward", "runs_on_replicas", "staged"]
 
 FRONT = -1
 """The number of the layers in front, where passes have theirs."""
@@ -155,11 +155,13 @@ def _with_pass(steps: Iterable[AnyStep]) -> Iterator[tuple[AnyStep, int, int, in
             yield step, place, now, number
 
 
-def exchanges_gradients_alone(program: Program) -> bool:
-    """Whether every device that computes does all of it for samples of its own, so that devices meet in gradient sums
-    alone, or there is one."""
+def runs_on_replicas(program: Program) -> bool:
+    """Whether every device that computes takes all steps for samples of its own, or there is one; all of them take part
+    in every transfer."""
     steps = program.computes
     devices = {device for step in steps for device in step.grid.devices}
-    moves = len(steps) < len(program.forward) or bool(program.slices or program.updates)
+    moves = program.transfers
+    alike = len(steps) + len(moves) == len(program.forward) and not program.slices and not program.updates
     again = any(step.unit is not None or step.pass_number is not None for step in steps)
-    return not moves and not again and all(step.grid.replicas == len(devices) for step in steps)
+    joined = all(set(slot.devices) == devices for one in moves for slot in (one.given, one.wanted))
+    return alike and not again and joined and all(step.grid.replicas == len(devices) for step in steps)

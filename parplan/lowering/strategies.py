@@ -10,12 +10,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+import torch
+
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.repeated import unit_of
+from parplan.graph.sites import site_of
 from parplan.plan import Plan, Strategy
 
-__all__ = ["strategies_for"]
+__all__ = ["on_every_process", "strategies_for"]
+
+FEW_ELEMENTS = 1 << 14
+"""Elements up to which values reach every process in the time that a message takes in any case."""
 
 
 def strategies_for(
@@ -87,3 +93,34 @@ def _following(graph: LayerGraph, layer: Layer, known: Mapping[str, Strategy], p
     if strategy.replicas > 1 and layer.batch is None:
         strategy = replace(strategy, replicas=1, devices=strategy.grid.row(0))
     return strategy
+
+
+def on_every_process(graph: LayerGraph, strategies: Mapping[str, Strategy], processes: int) -> dict[str, Strategy]:
+    """The strategies, with few numbers of the whole batch computed redundantly by all processes, not by one for all.
+
+    A loss inside a model takes a number or two of every sample. All processes want it, so giving them those numbers
+    takes one exchange where the way over one process takes two, forward and backward alike.
+
+    Args:
+        processes: of which each is a device.
+    """
+    everywhere, found = tuple(range(processes)), dict(strategies)
+
+    def is_everywhere(name: str) -> bool:
+        layer = graph.layers[name]
+        return set(found[name].devices) == set(everywhere) or (layer.constant and repeats(layer))
+
+    def repeats(layer: Layer) -> bool:
+        named = any(state not in graph.constants for state in (*layer.parameters, *layer.buffers))
+        own_code = any(site_of(node) is not None for node in layer.nodes)
+        random = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in layer.nodes)
+        elements = sum(graph.values[value].elements for value in layer.inputs)
+        if named or own_code or random or elements > FEW_ELEMENTS or not all(map(is_everywhere, graph.makers(layer))):
+            return False
+        found[layer.name] = Strategy(len(everywhere), 1, None, everywhere)
+        return True
+
+    for layer in graph.layers.values() if processes > 1 else ():
+        if layer.batch is None and not layer.constant:
+            repeats(layer)
+    return found

@@ -156,12 +156,18 @@ class MemoryModel:
         return [(0, self.moments.end, always), (update, update + 1, temporary)]
 
     def by_ops(
-        self, local: LocalLayer, calls: Sequence[OpCall], lifetimes: Lifetimes, begun: Mapping[str, int]
+        self,
+        local: LocalLayer,
+        calls: Sequence[OpCall],
+        lifetimes: Lifetimes,
+        begun: Mapping[str, int],
+        recorded: bool = False,
     ) -> list[Held]:
         """What the layer's ops hold: an interval may come more than once.
 
         Args:
             begun: the parameters of whose gradients the device has nothing yet, with the last point of what begins.
+            recorded: the caller's autograd records all steps, and adds up in place what they give.
         """
         name, ops, times = local.layer.name, self.ops, lifetimes
         gathered = {p: self.as_read(p) for p in slices(self.graph, local.layer, local.strategy)}  # and not cast here
@@ -176,7 +182,8 @@ class MemoryModel:
             else:
                 spans.append(_Span(term.time, (last, maxsize), nbytes))
         for position, call in enumerate(calls, ops.places[name].start):
-            saved, forward, back = self._saved(local, call, times.shared), ops.forward[position], ops.back[position]
+            saved = self._saved(local, call, times.shared, recorded)
+            forward, back = ops.forward[position], ops.back[position]
             intervals = (times.kept_from(name, forward), back), (forward, forward), (back, back)
             amounts = saved.inner_bytes, saved.forward_bytes, saved.backward_bytes
             spans += [_Span(*pair, nbytes) for pair, nbytes in zip(intervals, amounts, strict=True) if nbytes]
@@ -314,17 +321,18 @@ class MemoryModel:
 
     # -- whole amounts --
 
-    def _saved(self, local: LocalLayer, call: OpCall, shared: Set[str]) -> Saved:
+    def _saved(self, local: LocalLayer, call: OpCall, shared: Set[str], recorded: bool) -> Saved:
         """What an op keeps, with what the runtime's own forms of it need."""
         saved = saved_by(call, self.on_cpu)
         if local.shares_statistics and "batch_norm" in call.op:
-            # graph/batch_norm.py: two products of the size of its input; half of it runs behind its gradient's use. All
-            # is computed in float32 at least: of narrower inputs both halves keep a copy.
-            tensors, narrow = 2 + (call.outputs[0].name in shared), call.inputs[0].dtype.itemsize < 4
+            # graph/batch_norm.py: both halves give a gradient of the size of its input, and their sum is new memory but
+            # where autograd adds up in place; half of it runs behind its gradient's use. All is computed in float32 at
+            # least: of narrower inputs both halves keep a copy, autograd not the input itself.
+            tensors, narrow = 2 - recorded + (call.outputs[0].name in shared), call.inputs[0].dtype.itemsize < 4
             wide_bytes = max(call.inputs[0].nbytes, torch.float32.itemsize * call.inputs[0].elements)
             return replace(
                 saved,
-                inner_bytes=saved.inner_bytes + 2 * narrow * wide_bytes,
+                inner_bytes=saved.inner_bytes + narrow * (2 * wide_bytes - recorded * call.inputs[0].nbytes),
                 forward_bytes=saved.forward_bytes + narrow * wide_bytes,
                 backward_bytes=saved.backward_bytes + tensors * wide_bytes,
             )

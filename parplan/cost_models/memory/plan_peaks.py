@@ -24,7 +24,7 @@ from parplan.cost_models.ops.op_calls import op_calls
 from parplan.graph.local import LocalLayer
 from parplan.layout import Block, Grid, IntArray, block_shapes
 from parplan.lowering.holdings import used_blocks
-from parplan.lowering.ordering import exchanges_gradients_alone
+from parplan.lowering.ordering import runs_on_replicas
 from parplan.lowering.program import Code, Compute, Program, Slot, Transfer, gathers_beside
 
 __all__ = ["memory_by_layer", "memory_over_step"]
@@ -69,10 +69,10 @@ class _Step:
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self._readers: dict[str, list[int]] = defaultdict(list)
+        self._alone = model.micro_batches == 1 and runs_on_replicas(program)
         segmentation = self._segmentation()
         self._begun_with = gathers_beside(program)
         replayed = [name for name, own in program.strategies.items() if own.saved == "replay"]
-        self._alone = model.micro_batches == 1 and exchanges_gradients_alone(program)
         self._lifetimes = Lifetimes(model.ops, segmentation, replayed)
         self._hold_parameters()
         for step in program.computes:
@@ -133,7 +133,7 @@ class _Step:
             first = self._index[step.layers[0]]
             for result in step.results:
                 held(result.name, (moments.forward(self._last[first]) + 1, 0))
-            for operand in step.operands:
+            for operand in step.operands if not self._alone else ():  # the caller's autograd keeps what ops need
                 held(operand.slot, gone_back(first))
         for name in program.outputs:
             held(name, (self._model.callers_until(program.slots[name].value), 0))
@@ -203,7 +203,8 @@ class _Step:
                 local = LocalLayer(layer, self._program.strategies[name], 0, max(1, kind[0]))
                 self._hold(0, self._moments.end, self._model.taken(local, layer.buffers) * here)
                 begins = {parameter: last for parameter, last in zip(begun, kind[1:], strict=True) if last}
-                for one in self._model.by_ops(local, op_calls(self._graph, local), self._lifetimes, begins):
+                calls = op_calls(self._graph, local)
+                for one in self._model.by_ops(local, calls, self._lifetimes, begins, self._alone):
                     self._hold(one.start, one.end, one.nbytes * here)
 
     def _hold_moved(self) -> None:

@@ -11,7 +11,7 @@ from functools import cached_property
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from parplan.errors import RuntimeFailure
 from parplan.graph.kinds import gives_new_gradients
@@ -20,9 +20,9 @@ from parplan.graph.sites import site_of
 from parplan.graph.user_line import failing_layer
 from parplan.layout import Grid
 from parplan.lowering.holdings import Bucket
-from parplan.lowering.ordering import exchanges_gradients_alone
+from parplan.lowering.ordering import runs_on_replicas
 from parplan.lowering.pipeline.stages import Pipeline, pipeline
-from parplan.lowering.program import Compute, Program, Reduce, last_reads
+from parplan.lowering.program import Compute, Program, Reduce, Transfer, last_reads
 from parplan.runtime.dispatch import Dispatch, Inline
 from parplan.runtime.execution.buffer_sync import BufferBroadcast
 from parplan.runtime.execution.module_hooks import HookCalls
@@ -58,7 +58,7 @@ class GradientSum:
 
 @dataclass(frozen=True)
 class LocalStep:
-    """A compute step of a device that meets no other in its forward.
+    """A compute step of a device that takes all steps for samples of its own.
 
     Args:
         states: its parameters and buffers; None where some are made anew in every call.
@@ -84,7 +84,7 @@ class LocalForward:
 
     device: int
     place: torch.device
-    steps: Sequence[LocalStep]
+    steps: Sequence[LocalStep | Transfer]
     tensors: Sequence[Tensor]
     sums: Sequence[GradientSum]
 
@@ -110,9 +110,9 @@ class Executor:
         differentiable_results: names of the results that take a gradient.
         several_results: there are more than one, so that a loss may leave some out, and the parameters of those have no
             gradients.
-        may_leave_out: there are, and processes meet in gradient sums alone: in the end they tell each other which
-            parameters have a gradient in one of them. In other programs they do so before the backward, whose
-            transfers all have to take.
+        may_leave_out: there are, and every process takes all steps: in the end they tell each other which parameters
+            have a gradient in one of them. In other programs they do so before the backward, whose transfers all have
+            to take.
         last_reads: per forward step (by its id), the slots that no later step and no caller reads.
     """
 
@@ -157,8 +157,9 @@ class Executor:
         results = dict.fromkeys(program.outputs)
         self.differentiable_results = tuple(name for name in results if program.slots[name].requires_grad)
         self.several_results = len(self.differentiable_results) > 1
-        self.may_leave_out = self.several_results and transport.processes > 1 and exchanges_gradients_alone(program)
+        self.may_leave_out = self.several_results and transport.processes > 1 and runs_on_replicas(program)
         self._state_results: frozenset[int] | None = None
+        self._parameters_of: dict[frozenset[str], frozenset[str]] = {}
         self._aliases: weakref.ref[ParameterAliases] | None = None
         grids: dict[str, set[Grid]] = defaultdict(set)
         for step in program.computes:
@@ -179,20 +180,24 @@ class Executor:
 
     @cached_property
     def local_forward(self) -> LocalForward | None:
-        """The program's forward where a device of this process computes it alone, and nothing is computed again; None
-        of other programs."""
+        """The program's forward where a device of this process takes all of its steps, and nothing is computed again;
+        None of other programs."""
         program, steps, several = self.program, self.program.computes, self.transport.processes > 1
         devices = {device for step in steps for device in step.grid.devices}
         watched = type(self.recorder) is not Recorder or not isinstance(self.dispatch, Inline)
-        if not exchanges_gradients_alone(program) or watched or not self._caller_autograd:
+        if not runs_on_replicas(program) or watched or not self._caller_autograd:
             return None
         if len(devices) != self.transport.processes or (several and not self._reaches_every_sum):
             return None
         (device,) = devices.intersection(self.transport.owned)
-        special, known = self._changing | self._statistics, list[LocalStep]()
+        special, known = self._changing | self._statistics, list[LocalStep | Transfer]()
         buckets = [step.bucket for step in program.backward if isinstance(step, Reduce)]
         sums, entered = [self._sum(bucket, number, device) for number, bucket in enumerate(buckets)], set[int]()
-        for step in steps:
+        for step in program.forward:
+            if not isinstance(step, Compute):
+                assert isinstance(step, Transfer)
+                known.append(step)
+                continue
             names = {state.name for state in step.states}
             states = [self.store.original(state.name) for state in step.states] if special.isdisjoint(names) else None
             first = [n for n, b in enumerate(buckets) if n not in entered and not names.isdisjoint(b.parameters)]
@@ -217,6 +222,21 @@ class Executor:
         # The user's own code may give no gradient in one process and one in another.
         own_code = any(site_of(node) is not None for layer in self.graph.layers.values() for node in layer.nodes)
         return not empty and not own_code and not self.graph.sites
+
+    def parameters_of(self, results: frozenset[str]) -> frozenset[str]:
+        """Placeholders of the parameters that results, by slot, are computed from."""
+        if results not in self._parameters_of:
+            graph, found = self.graph, set[fx.Node]()
+            values = {self.program.slots[name].value for name in results}
+            makers = {graph.producer[value] for value in values & graph.producer.keys()}
+            waiting = [node for maker in makers for node in graph.layers[maker].nodes if node.name in values]
+            while waiting:
+                node = waiting.pop()
+                if node not in found:
+                    found.add(node)
+                    waiting += node.all_input_nodes
+            self._parameters_of[results] = frozenset(node.name for node in found if node.name in graph.parameters)
+        return self._parameters_of[results]
 
     @cached_property
     def pipeline(self) -> Pipeline:

@@ -4,8 +4,9 @@ Autograd is not asked to order anything across devices. One outer `autograd.Func
 backward takes the program's backward steps one by one. So every process meets every other one in the same order,
 whatever the model, and nothing can wait in a circle.
 
-A forward that a device computes alone runs in the caller's autograd, which records it as it does the plain module's.
-Where processes sum gradients, those go through nodes that begin the sums.
+A forward of which a device takes all steps runs in the caller's autograd, which records it as it does the plain
+module's. Where processes sum gradients, those go through nodes that begin the sums. Where they exchange values, too,
+the graph is the same in all of them, so that autograd comes to the exchanges in one order.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from parplan.accelerators import as_current
 from parplan.errors import RuntimeFailure
+from parplan.lowering.program import Exchange, Transfer
 from parplan.runtime.compat import call_hooks_with_gradients_only, recomputed_once
 from parplan.runtime.execution.executor import Executor, GradientSum, LocalForward, LocalStep
 from parplan.runtime.execution.run import Run
@@ -62,11 +64,16 @@ def run_program(
 
 
 def _run_local(executor: Executor, local: LocalForward, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """The results of a forward that a device computes alone, recorded by the caller's autograd."""
+    """The results of a forward of which a device takes all steps, recorded by the caller's autograd."""
     values = {name: tensor.to(local.place) for name, tensor in inputs.items()}
     weights = _Weights(executor) if executor.transport.processes > 1 and torch.is_grad_enabled() else None
     with as_current(local.place), executor.own_draws().entered() if executor.seeded.apart else nullcontext():
         for known in local.steps:
+            if isinstance(known, Transfer):
+                values[known.target] = _Exchanged.apply(executor, known, values[known.source])  # type: ignore[no-untyped-call]
+                for slot in executor.last_reads[id(known)]:
+                    values.pop(slot, None)
+                continue
             step, states = known.step, known.states
             operands = [values[operand.slot] for operand in step.operands]
             states = executor.states(step, local.device, attached=True) if states is None else states
@@ -78,6 +85,8 @@ def _run_local(executor: Executor, local: LocalForward, inputs: Mapping[str, Ten
                 values.pop(slot, None)
             executor.done(step)
     executor.share_buffers()
+    if executor.program.transfers:
+        executor.transport.end()
     if weights is not None and executor.may_leave_out:
         values |= weights.attached(values)
     return [values[slot] for slot in executor.program.outputs]
@@ -118,10 +127,15 @@ class _Weights:
         return [self._known.get(state.name, tensor) for state, tensor in named]
 
     def attached(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The results, each of whose backwards comes to the sums, also to those of which it has no gradient."""
-        named = {name: values[name] for name in self._executor.differentiable_results if self._last}
+        """The results, each of whose backwards comes to the sums, also to those of which it has no gradient; and of all
+        of them together, where processes exchange values, to all exchanges."""
+        named = {name: values[name] for name in self._executor.differentiable_results}
+        if self._executor.program.transfers:
+            named = {name: one for name, one in named.items() if one.requires_grad}
+            joined = _JoinedResults.apply(self._sums, list(named), *self._last, *named.values())  # type: ignore[no-untyped-call]
+            return dict(zip(named, joined, strict=True))
         attached = _ComesToSums.apply
-        return {name: attached(one, *self._last) for name, one in named.items() if one.requires_grad}  # type: ignore[no-untyped-call]
+        return {name: attached(one, *self._last) for name, one in named.items() if one.requires_grad and self._last}  # type: ignore[no-untyped-call]
 
 
 class _Sums:
@@ -130,10 +144,11 @@ class _Sums:
 
     Attributes:
         touched: parameters that this process has a gradient of, where a loss may leave out a result.
+        used: results that have a gradient, where processes exchange values: those of others have parts in its own.
     """
 
     def __init__(self, executor: Executor) -> None:
-        self.touched = set[str]()
+        self.touched, self.used = set[str](), frozenset[str]()
         self._executor = executor
         self._ready: dict[int, Callable[[], Pending]] = {}
         self._begun: list[Pending] = []
@@ -159,6 +174,8 @@ class _Sums:
         begun = [*self._begun, *(self._ready[number]() for number in sorted(self._ready))]
         touched, self.touched, self._ready, self._begun = self.touched, set(), {}, []
         if executor.may_leave_out:  # processes tell each other while the sums go on
+            if executor.program.transfers:
+                touched &= executor.parameters_of(self.used)
             gradients = tuple(executor.store.as_gradients(named, touched).values())
         for one in begun:
             one.wait()
@@ -186,6 +203,58 @@ class _ComesToSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
         return gradient, None
+
+
+class _JoinedResults(torch.autograd.Function):
+    """Results as they are; a backward from one of them goes through the graphs of all, so that every process comes to
+    every exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: _Sums | None, names: Sequence[str], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sums, ctx.names, ctx.given = sums, names, len(tensors)
+        ctx.save_for_backward(torch.empty(0))
+        return tuple(result.detach() for result in tensors[len(tensors) - len(names) :])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # a checkpoint computes the forward again here, where all processes are
+        if ctx.sums is not None:
+            given = zip(ctx.names, gradients, strict=True)
+            ctx.sums.used = frozenset(name for name, gradient in given if gradient is not None)
+        return (None, None, *(None,) * (ctx.given - len(gradients)), *gradients)
+
+
+class _Exchanged(torch.autograd.Function):
+    """A value that processes move to another layout; the backward moves its gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, executor: Executor, transfer: Transfer, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.executor, ctx.transfer = executor, transfer
+        return _moved(executor, transfer.exchange, tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        _refuse_several([gradient])
+        executor, slot = ctx.executor, ctx.transfer.wanted
+        if gradient is None:  # of a result that this process's loss leaves out, and another's may not
+            device = executor.deliver_from
+            place = executor.transport.physical(device)
+            gradient = torch.zeros(slot.local_shapes[device], dtype=slot.dtype, device=place)
+        count = executor.transport.processes
+        with torch.no_grad():  # between processes go shares of the mean over them, as in the program's own backward
+            found = _moved(executor, ctx.transfer.transposed, gradient / count) * count
+            executor.transport.free_earlier()
+        if torch.is_grad_enabled() and gradient.requires_grad:  # create_graph=True
+            found = _OnceDifferentiable.apply(found, gradient)  # type: ignore[no-untyped-call]
+        return None, None, found
+
+
+def _moved(executor: Executor, exchange: Exchange, tensor: Tensor) -> Tensor:
+    """This process's part of a value in another layout."""
+    device = executor.deliver_from
+    return executor.transport.start(exchange, {device: tensor.to(exchange.dtype)}).wait()[device]
 
 
 class _SumsArrived(torch.autograd.Function):

@@ -24,7 +24,7 @@ from parplan.lowering.passes import early_periods
 from parplan.lowering.program import Program
 from parplan.lowering.stages import stages
 from parplan.lowering.step_setting import StepSetting
-from parplan.lowering.strategies import strategies_for
+from parplan.lowering.strategies import on_every_process, strategies_for
 from parplan.plan import SCHEDULES, Plan, Scheme, Strategy
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.dispatch import ThreadsOption, dispatch_for
@@ -287,6 +287,7 @@ class Programs:
         if several > 1:
             check_micro_batches(replace(plan, batch=max(plan.batch, several)), graph)
             self._check_parts(graph, plan.schedule)
+        planned = planned if several > 1 else on_every_process(graph, planned, self._transport.processes)
         strategies = with_whole_hooks(graph, planned, plan.scheme, self._transport.processes, groups)
         for layer in graph.layers.values():
             for name in layer.parameters:

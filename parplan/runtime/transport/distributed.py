@@ -31,6 +31,11 @@ __all__ = ["DistributedTransport", "explained"]
 
 LAG = 2
 """Calls of `free_earlier` after which what was sent is waited for: others are not held up by being a little behind."""
+FEW = 8
+"""Processes up to which a message from each to each takes less time than an all-gather between CPUs: 0.6 to 0.9 of
+it."""
+NUMBERS = 1
+"""The tag of messages of numbers, beside which other messages are on their way."""
 
 # The place in gloo's own source, and its advice, around the reason of an error.
 _SOURCE = re.compile(r"^\[\S+\.(?:cc|cpp|h):\d+\] |\.? This is typically caused by .*$|\.$")
@@ -316,8 +321,21 @@ class DistributedTransport(Transport):
             self._hosts = self._host_group()
         place = torch.device("cpu") if self._hosts.on_cpus else self._device
         own = torch.tensor(numbers, dtype=torch.int64, device=place)
-        found = self._all_gather("exchanging the numbers of samples", own, self._hosts.group())
+        gathered = self._told if self._hosts.on_cpus and self.processes <= FEW else self._all_gather
+        found = gathered("exchanging the numbers of samples", own, self._hosts.group())
         return [tuple(entry.tolist()) for entry in found]
+
+    def _told(self, name: str, own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+        """Every rank's tensor, by a message to each, which unlike gloo's collectives takes no other thread."""
+        found, works = [own, *(torch.empty_like(own) for _ in range(1, self.processes))], list[Any]()
+        with explained(name, self.rank):
+            for behind in range(1, self.processes):
+                to, of = (self._peer((self.rank + way) % self.processes) for way in (behind, -behind))
+                works.append(dist.isend(own, to, group, tag=NUMBERS))
+                works.append(dist.irecv(found[behind], of, group, tag=NUMBERS))
+            for work in works:
+                work.wait()
+        return [found[self.rank - rank] for rank in range(self.processes)]
 
     def _host_group(self) -> _Hosts:
         """The ranks' own group, if it has a backend for CPUs, else one beside it."""
