@@ -103,7 +103,7 @@ class _SynchronizedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: nn.BatchNorm2d, weight: Tensor, bias: Tensor) -> Tensor:
-        variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)  # a fifth of the time of `var_mean`
         both = torch.stack([mean, variance + mean.square()])
         dist.all_reduce(both)
         mean, square = both / dist.get_world_size()

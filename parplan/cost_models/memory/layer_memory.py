@@ -161,7 +161,7 @@ class MemoryModel:
         calls: Sequence[OpCall],
         lifetimes: Lifetimes,
         begun: Mapping[str, int],
-        recorded: bool = False,
+        recorded: bool,
     ) -> list[Held]:
         """What the layer's ops hold: an interval may come more than once.
 
@@ -207,7 +207,7 @@ class MemoryModel:
                 until[name] = back
                 arrive = self.moments.in_slices(back)
                 yield Held(arrive, self.moments.end if self.micro_batches == 1 else arrive + 1, sizes[name])
-        yield from self.by_ops(local, calls, times, until)
+        yield from self.by_ops(local, calls, times, until, recorded=True)  # at least: other plans hold more
 
     def _begun(self, layer: Layer) -> list[str]:
         """The parameters of whose gradients a layer makes the first term."""
@@ -218,7 +218,7 @@ class MemoryModel:
         """Facts of two layers, as one layer can know them: all in which a sum over layers differs from a plan's.
 
         Whether an input has to be moved (that it is gathered, where shards need it whole), where the user's inputs
-        lie, which gradients are summed in one message, and which layers run as one.
+        lie, which gradients are summed in one message, which layers run as one, and who records them.
         """
         layer, moments = local.layer, self.moments
         forward, back = (at(self._index[layer.name]) for at in (moments.forward, moments.backward))
@@ -261,6 +261,9 @@ class MemoryModel:
             unit = units(self.graph)[unit_of(self.graph)[layer.name]]
             end, handed_on = moments.backward(self._index[unit[0]]) + 1, self._leaving_units
         yield Held(back + 1, end, self.taken(local, handed_on.intersection(layer.outputs)))
+        for value in layer.inputs if local.shares_statistics else ():  # `_saved`, where it is not autograd that adds up
+            nbytes, narrow = self.taken(local, [value]), self.graph.values[value].dtype.itemsize < 4
+            yield Held(forward if narrow else back, back + 1, nbytes)
         # Results are the caller's; what a layer makes that runs by itself is held by the segment that reads it.
         until = dict.fromkeys(layer.outputs if local.shares_statistics else (), back)
         until |= {self._whole.root(value): self.callers_until(value) + 1 for value in self._results}

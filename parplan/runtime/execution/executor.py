@@ -74,7 +74,7 @@ class LocalStep:
 @dataclass(frozen=True)
 class LocalForward:
     """A forward that a device of this process computes alone, prepared: it runs in the caller's autograd. The device
-    has the whole program, or each process has all of it for its own samples and they sum gradients alone.
+    has the whole program, or each process has all of it for its own samples.
 
     Args:
         place: where the device lives.
