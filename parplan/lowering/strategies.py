@@ -96,7 +96,8 @@ def _following(graph: LayerGraph, layer: Layer, known: Mapping[str, Strategy], p
 
 
 def on_every_process(graph: LayerGraph, strategies: Mapping[str, Strategy], processes: int) -> dict[str, Strategy]:
-    """The strategies, with few numbers of the whole batch computed redundantly by all processes, not by one for all.
+    """The strategies, with numbers of the whole batch computed redundantly by all processes, not by one for all, where
+    they are made from few.
 
     A loss inside a model takes a number or two of every sample. All processes want it, so giving them those numbers
     takes one exchange where the way over one process takes two, forward and backward alike.
@@ -115,7 +116,11 @@ def on_every_process(graph: LayerGraph, strategies: Mapping[str, Strategy], proc
         own_code = any(site_of(node) is not None for node in layer.nodes)
         random = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in layer.nodes)
         elements = sum(graph.values[value].elements for value in layer.inputs)
-        if named or own_code or random or elements > FEW_ELEMENTS or not all(map(is_everywhere, graph.makers(layer))):
+        # Sizes in the code of replicas are those of their own samples: it may have none, where they matter.
+        sized = not layer.constant and any(getattr(node.meta.get("val"), "shape", None) != () for node in layer.nodes)
+        if named or own_code or random or sized or elements > FEW_ELEMENTS:
+            return False
+        if not all(map(is_everywhere, graph.makers(layer))):
             return False
         found[layer.name] = Strategy(len(everywhere), 1, None, everywhere)
         return True

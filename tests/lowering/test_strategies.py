@@ -49,9 +49,8 @@ def _whole(graph: LayerGraph, strategies: dict[str, Strategy]) -> set[int]:
 
 EVERYWHERE: dict[str, Formula] = {
     "a mean": lambda net, h: h.square().mean(),
-    "a mean of the batch, taken off": lambda net, h: (h - h.mean(0)).square().mean(),
     "a spread": lambda net, h: h.std(),
-    "a sum, and a constant of few numbers": lambda net, h: h.sum() * torch.arange(3.0).sum(),
+    "a sum and a mean": lambda net, h: h.sum() + 3 * h.mean(),
 }
 
 
@@ -71,6 +70,8 @@ ONCE: dict[str, tuple[Formula, int]] = {
     "a parameter": (_similarity, 4),
     "random numbers": (lambda net, h: (h.std() + torch.rand(())) * 2, 4),
     "many numbers": (lambda net, h: h.std(), 4096),
+    "no single number": (lambda net, h: (h - h.mean(0)).square().mean(), 4),
+    "sizes of the whole batch": (lambda net, h: (h @ h.T).softmax(1).diagonal().sum(), 4),
 }
 
 
