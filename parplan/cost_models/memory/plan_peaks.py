@@ -69,7 +69,7 @@ class _Step:
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self._readers: dict[str, list[int]] = defaultdict(list)
-        self._alone = model.micro_batches == 1 and runs_on_replicas(program)
+        self._recorded = model.micro_batches == 1 and runs_on_replicas(program)
         segmentation = self._segmentation()
         self._begun_with = gathers_beside(program)
         replayed = [name for name, own in program.strategies.items() if own.saved == "replay"]
@@ -133,7 +133,7 @@ class _Step:
             first = self._index[step.layers[0]]
             for result in step.results:
                 held(result.name, (moments.forward(self._last[first]) + 1, 0))
-            for operand in step.operands if not self._alone else ():  # the caller's autograd keeps what ops need
+            for operand in step.operands if not self._recorded else ():  # the caller's autograd keeps what ops need
                 held(operand.slot, gone_back(first))
         for name in program.outputs:
             held(name, (self._model.callers_until(program.slots[name].value), 0))
@@ -204,7 +204,7 @@ class _Step:
                 self._hold(0, self._moments.end, self._model.taken(local, layer.buffers) * here)
                 begins = {parameter: last for parameter, last in zip(begun, kind[1:], strict=True) if last}
                 calls = op_calls(self._graph, local)
-                for one in self._model.by_ops(local, calls, self._lifetimes, begins, self._alone):
+                for one in self._model.by_ops(local, calls, self._lifetimes, begins, self._recorded):
                     self._hold(one.start, one.end, one.nbytes * here)
 
     def _hold_moved(self) -> None:
@@ -315,7 +315,7 @@ class _Step:
         for value in self._model.delivered(self._graph.producer):
             nbytes, self._layer = self._nbytes(outputs[value]), self._graph.producer[value]
             self._hold(loss, loss + 1, self._model.loss_tensors(value) * nbytes)
-            if self._program.devices > 1 and not self._alone:
+            if self._program.devices > 1 and not self._recorded:
                 self._hold(loss + 1, self._moments.passed, nbytes)
 
     def _hold_messages(self) -> None:
@@ -325,7 +325,9 @@ class _Step:
             nbytes = np.sum([self._blocks[parameter] for parameter in message], axis=0)
             self._layer = self._graph.users[message[0]][0]
             back = moments.backward(min(self._index[self._graph.users[p][0]] for p in message))
-            if self._alone:  # the message becomes the gradients' memory, and is beside theirs while it is put together
+            if (
+                self._recorded
+            ):  # the message becomes the gradients' memory, and is beside theirs while it is put together
                 self._hold(back + 1, back + 2, nbytes)
                 continue
             # The CPU's memory is kept from step to step.

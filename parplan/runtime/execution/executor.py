@@ -223,7 +223,12 @@ class Executor:
         own_code = any(site_of(node) is not None for layer in self.graph.layers.values() for node in layer.nodes)
         return not empty and not own_code and not self.graph.sites
 
-    def parameters_of(self, results: frozenset[str]) -> frozenset[str]:
+    def own_touched(self, touched: set[str], used: frozenset[str]) -> set[str]:
+        """Those of the parameters with a gradient in this process that the results with one are computed from: where
+        processes exchange values, others' results have parts in its gradients."""
+        return touched & self._parameters_behind(used) if self.program.transfers else touched
+
+    def _parameters_behind(self, results: frozenset[str]) -> frozenset[str]:
         """Placeholders of the parameters that results, by slot, are computed from."""
         if results not in self._parameters_of:
             graph, found = self.graph, set[fx.Node]()

@@ -68,22 +68,20 @@ def _run_local(executor: Executor, local: LocalForward, inputs: Mapping[str, Ten
     values = {name: tensor.to(local.place) for name, tensor in inputs.items()}
     weights = _Weights(executor) if executor.transport.processes > 1 and torch.is_grad_enabled() else None
     with as_current(local.place), executor.own_draws().entered() if executor.seeded.apart else nullcontext():
-        for known in local.steps:
+        for taken, known in zip(executor.program.forward, local.steps, strict=True):
             if isinstance(known, Transfer):
                 values[known.target] = _Exchanged.apply(executor, known, values[known.source])  # type: ignore[no-untyped-call]
-                for slot in executor.last_reads[id(known)]:
-                    values.pop(slot, None)
-                continue
-            step, states = known.step, known.states
-            operands = [values[operand.slot] for operand in step.operands]
-            states = executor.states(step, local.device, attached=True) if states is None else states
-            states = states if weights is None else weights.of_step(known, states)
-            results = executor.run_code(step, local.device, known.code, (*operands, *states))
-            for result, tensor in zip(step.results, results, strict=True):
-                values[result.slot] = tensor
-            for slot in executor.last_reads[id(step)]:
+            else:
+                step, states = known.step, known.states
+                operands = [values[operand.slot] for operand in step.operands]
+                states = executor.states(step, local.device, attached=True) if states is None else states
+                states = states if weights is None else weights.of_step(known, states)
+                results = executor.run_code(step, local.device, known.code, (*operands, *states))
+                for result, tensor in zip(step.results, results, strict=True):
+                    values[result.slot] = tensor
+                executor.done(step)
+            for slot in executor.last_reads[id(taken)]:
                 values.pop(slot, None)
-            executor.done(step)
     executor.share_buffers()
     if executor.program.transfers:
         executor.transport.end()
@@ -174,8 +172,7 @@ class _Sums:
         begun = [*self._begun, *(self._ready[number]() for number in sorted(self._ready))]
         touched, self.touched, self._ready, self._begun = self.touched, set(), {}, []
         if executor.may_leave_out:  # processes tell each other while the sums go on
-            if executor.program.transfers:
-                touched &= executor.parameters_of(self.used)
+            touched = executor.own_touched(touched, self.used)
             gradients = tuple(executor.store.as_gradients(named, touched).values())
         for one in begun:
             one.wait()

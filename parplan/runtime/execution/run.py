@@ -253,9 +253,9 @@ class Run:
         # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
         some = self.reached is not None or self._executor.may_leave_out
         touched = self._touched
-        if self._executor.may_leave_out and self._program.transfers:  # those of others have parts in this one's
+        if self._executor.may_leave_out:
             used = zip(self._program.outputs, outputs, strict=True)
-            touched &= self._executor.parameters_of(frozenset(name for name, pull in used if pull is not None))
+            touched = self._executor.own_touched(touched, frozenset(name for name, pull in used if pull is not None))
         totals = sums.totals(self.parameters, touched=touched if some else None)
         self._transport.ready_on(self._executor.deliver_from)
         return [*given, *totals.values()]
