@@ -325,9 +325,7 @@ class _Step:
             nbytes = np.sum([self._blocks[parameter] for parameter in message], axis=0)
             self._layer = self._graph.users[message[0]][0]
             back = moments.backward(min(self._index[self._graph.users[p][0]] for p in message))
-            if (
-                self._recorded
-            ):  # the message becomes the gradients' memory, and is beside theirs while it is put together
+            if self._recorded:  # the message becomes the gradients' memory, beside theirs while it is put together
                 self._hold(back + 1, back + 2, nbytes)
                 continue
             # The CPU's memory is kept from step to step.
