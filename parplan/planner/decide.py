@@ -53,8 +53,8 @@ from parplan.planner.search.schemes import (
     simulated_prediction,
     simulated_reports,
 )
-from parplan.planner.search.select import Found, ShapeSearch
-from parplan.planner.search.simpler import Candidate, differences, plan_by_hand
+from parplan.planner.search.select import ShapeSearch
+from parplan.planner.search.simpler import Candidate, Found, differences, plan_by_hand
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import enough_devices, nearest_to_fitting
 from parplan.planner.search_space.pin_constraints import Pinned

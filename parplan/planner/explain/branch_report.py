@@ -10,7 +10,7 @@ from parplan.plan import Plan
 from parplan.planner.decision import ConcurrentBranches, DeviceTrack, LayerReport, Phase
 from parplan.planner.explain.reasons import time_text
 from parplan.planner.search.branches import Branch, sections
-from parplan.planner.search.select import Found
+from parplan.planner.search.simpler import Found
 
 __all__ = ["concurrent_branches", "with_concurrency"]
 

@@ -16,7 +16,7 @@ from parplan.plan import Plan
 from parplan.planner.decision import Alternative, LayerReport
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.step_time.parts import edge_totals, node_totals
-from parplan.planner.search_space.strategies import refusals
+from parplan.planner.search_space.strategies import refusals, strategies
 from parplan.planner.solver.problem import evaluate, objectives_at
 
 __all__ = ["NO_DIFFERENCE", "against", "alternatives", "followed", "only_way", "time_text", "with_reasons"]
@@ -26,6 +26,7 @@ PLACES_TRIED = 8
 NO_DIFFERENCE = 5e-8
 """Seconds of a step that are printed as no difference."""
 NO_OTHER_WAY = "the rules leave no other way on these devices"
+NOT_APART = "other ways were compared with equal blocks alike"
 
 
 def with_reasons(
@@ -39,6 +40,9 @@ def with_reasons(
     def reason(name: str, found: Sequence[Alternative]) -> str:
         if not found:
             why = only_way(graph.layers[name])
+            blocks = [tuple(range(plan.devices))]
+            if why == NO_OTHER_WAY and len(strategies(graph.layers[name], plan.micro_batch, blocks)) > 1:
+                return NOT_APART
             return f"no other split of it is legal in {passes} passes" if passes > 1 and why == NO_OTHER_WAY else why
         best = next((one for one in found if one.fits), None)
         if best is None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from math import inf
 
 import networkx as nx
 import numpy as np
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
+from parplan.cost_models.optimizers import optimizer_memory
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Scheme, Strategy
@@ -20,13 +24,14 @@ from parplan.planner.search_space.options import Option, node_parts
 from parplan.planner.search_space.rules import divisors, parts_words
 from parplan.planner.search_space.strategies import data_parallel
 from parplan.planner.search_space.verifier import check, uneven_replicas
-from parplan.planner.solver.problem import Problem, Solution, evaluate, restrict
+from parplan.planner.solver.problem import Problem, Solution, objective, restrict
 
-__all__ = ["baselines", "in_fewest_micro_batches"]
+__all__ = ["baselines", "choices_by_hand", "in_fewest_micro_batches"]
 
 DATA = "pure data parallel"
 
 _LESS_MEMORY = {
+    "ZeRO-2 data parallel": (STATES[1], SAVED[0]),
     "fully sharded data parallel": (STATES[-1], SAVED[0]),
     "fully sharded, recomputation": (STATES[-1], SAVED[-1]),
 }
@@ -68,8 +73,10 @@ class _Habit:
 def baselines(
     graph: LayerGraph, cluster: Cluster, costs: CostModel, formulation: Formulation, plan: Plan, solve: Solve
 ) -> tuple[Baseline, ...]:
-    """One device, pure data parallel, pure model parallel, and cuda-convnet2's hybrid; where the formulation has them,
-    data parallel with all state gathered for every use, as `fully_shard` does it, and with all units replayed beside.
+    """One device, pure data parallel, pure model parallel, cuda-convnet2's hybrid, and on several hosts tensor shards
+    inside of each with replicas between them; where the formulation has them, data parallel with gradients and
+    optimizer state in slices (ZeRO-2), with all state gathered for every use, as `fully_shard` does it, and with all
+    units replayed beside.
 
     Data parallel is priced as DistributedDataParallel runs: gradients summed in buckets beside the backward pass (as
     all plans have it), and batch norm over each device's own samples.
@@ -77,19 +84,34 @@ def baselines(
     `plan` gives model and batch; its layers are replaced. Memory is what `costs` predict with transfers, as for the
     plan itself, so that a baseline which would run out of memory is never said to fit.
     """
+    return tuple(
+        _fastest([_baseline(habit, graph, cluster, costs, formulation, plan, solve) for habit in family])
+        for family in _families(graph, cluster, formulation, plan)
+    )
+
+
+def choices_by_hand(
+    graph: LayerGraph, cluster: Cluster, formulation: Formulation, plan: Plan, solve: Solve
+) -> list[list[int]]:
+    """The choices of these plans in the formulation, of which no memory is looked up; without those that are none."""
+    habits = [habit for family in _families(graph, cluster, formulation, plan) for habit in family]
+    found = [_solved(habit, formulation, solve)[0] for habit in habits]
+    return [choice for choice in found if choice is not None]
+
+
+def _families(graph: LayerGraph, cluster: Cluster, formulation: Formulation, plan: Plan) -> list[list[_Habit]]:
+    """The habits, those that differ in their devices alone together."""
     families = [[_one_device(place) for place in _single(cluster)]]
     if cluster.count > 1:
         places = _several(cluster)
         families.append([_data_parallel(graph, place, plan) for place in places])
         families.append([_model_parallel(graph, formulation, place) for place in places])
         families.append([_hybrid(graph, formulation, place, plan) for place in places])
+    if len(cluster.links) > 1 and not cluster.mixed:
+        families.append([_tensor_in_hosts(graph, formulation, cluster)])
     known = {(one.strategy.state, one.strategy.saved) for options in formulation.options for one in options}
     every = replace(_data_parallel(graph, _Place(tuple(range(cluster.count))), plan), local_batch_norm=False)
-    families += [[replace(every, name=name, ways=ways)] for name, ways in _LESS_MEMORY.items() if ways in known]
-    return tuple(
-        _fastest([_baseline(habit, graph, cluster, costs, formulation, plan, solve) for habit in family])
-        for family in families
-    )
+    return families + [[replace(every, name=name, ways=ways)] for name, ways in _LESS_MEMORY.items() if ways in known]
 
 
 def in_fewest_micro_batches(
@@ -113,15 +135,26 @@ def in_fewest_micro_batches(
     each, over = divmod(whole.graph.batch or 1, cluster.count)
     for name, ways in _DATA_PARALLEL.items():
         habit, best = replace(every, name=name, ways=ways, local_batch_norm=name == DATA), None
-        for count in divisors(each) if not over else (1,):
-            case = sized(count)
-            if case is None:
-                break
+        cases: Iterable[Case | None] = map(sized, divisors(each) if not over else (1,))
+        cases = takewhile(lambda case: case is not None, cases)
+        if _least_bytes(habit, whole) > max(cluster.memory_bytes):
+            cases = deque(cases, 1)  # fits in none: what it takes in the most
+        for case in filter(None, cases):
             best = _of_one_plan(habit, case, plan, solve)
             if best.fits:
                 break
         found += [best] if best is not None else []
     return tuple(found)
+
+
+def _least_bytes(habit: _Habit, case: Case) -> float:
+    """Bytes of weights, gradients and optimizer state that a device of data parallelism holds at once."""
+    state, graph = habit.ways[0], case.graph
+    weights = sum(graph.values[name].nbytes for name in graph.parameters)
+    trained = [name for name in graph.parameters if graph.values[name].requires_grad]
+    more = (1 + optimizer_memory(case.request.optimizer).states) * sum(graph.values[name].nbytes for name in trained)
+    count = case.cluster.count
+    return weights / (count if state == STATES[2] else 1) + more / (count if state != STATES[0] else 1)
 
 
 def _of_one_plan(habit: _Habit, case: Case, plan: Plan, solve: Solve) -> Baseline:
@@ -210,6 +243,28 @@ def _hybrid(graph: LayerGraph, formulation: Formulation, place: _Place, plan: Pl
     return _Habit("cuda-convnet2's hybrid", place, allowed, missing or data.why_not)
 
 
+def _tensor_in_hosts(graph: LayerGraph, formulation: Formulation, cluster: Cluster) -> _Habit:
+    """Every layer that can be in tensor shards on the devices of each host, replicas on different hosts, as Megatron-LM
+    has it; the others in replicas on all devices."""
+    every, each = _Place(tuple(range(cluster.count))), cluster.links[0].size
+
+    def in_hosts(s: Strategy) -> bool:
+        return s.devices == every.devices and s.shards == each
+
+    named = zip(formulation.names, formulation.options, strict=False)
+    cut = {name for name, options in named if any(in_hosts(one.strategy) for one in options)}
+    whole = {n for n, layer in graph.layers.items() if layer.batch is None and not layer.constant}
+
+    def allowed(name: str, s: Strategy) -> bool:
+        if name in cut:
+            return in_hosts(s)
+        return len(s.devices) == 1 if name in whole else s.devices == every.devices and s.shards == 1
+
+    weighted = any(graph.layers[name].parameters for name in cut)
+    why_not = "" if weighted else f"R5: no layer with weights divides by {each} inside hosts"
+    return _Habit("tensor x data parallel", every, allowed, why_not)
+
+
 def _baseline(
     habit: _Habit,
     graph: LayerGraph,
@@ -219,19 +274,9 @@ def _baseline(
     plan: Plan,
     solve: Solve,
 ) -> Baseline:
-    if habit.why_not:
-        return Baseline(habit.name, None, None, False, habit.why_not)
-    kept = _kept(habit, formulation)
-    if not all(kept):
-        layer = formulation.names[kept.index([])]
-        return Baseline(habit.name, None, None, False, f"{layer} cannot be placed that way")
-    problem = _alone(formulation) if habit.alone else formulation.problem
-    problem = _local_batch_norm(formulation) if habit.local_batch_norm else problem
-    solution = solve(_restricted(problem, kept))
-    if solution.choice is None:
-        return Baseline(habit.name, None, None, False, "no such plan was found")
-    choice = [own[k] for own, k in zip(kept, solution.choice, strict=True)]
-    found = evaluate(problem, choice)
+    choice, step_s, why_not = _solved(habit, formulation, solve)
+    if choice is None:
+        return Baseline(habit.name, None, None, False, why_not)
     layers = formulation.strategies(choice)
     own_plan = replace(plan, layers=layers, rules="default", schedule=SCHEDULES[0])
     # Alone a device has no transfers, and the costs of several devices would have its inputs arrive from all of them.
@@ -242,16 +287,32 @@ def _baseline(
     parts = [f"R1: {parts_words(plan.micro_batch, count)} samples" for count in uneven_replicas(own_plan, graph)]
     return Baseline(
         habit.name,
-        found.objective,
+        step_s,
         int(peak),
         fits,
         plan=own_plan,
         on=habit.place.words,
         limit_bytes=int(limit),
         bends=", ".join(parts),
-        batch_norm_s=evaluate(formulation.problem, choice).objective - found.objective if habit.local_batch_norm else 0,
+        batch_norm_s=objective(formulation.problem, choice) - step_s if habit.local_batch_norm else 0,
         micro_batches=plan.micro_batches,
     )
+
+
+def _solved(habit: _Habit, formulation: Formulation, solve: Solve) -> tuple[list[int] | None, float, str]:
+    """The fastest choice of a habit, by its own seconds, and these; None and why there is none."""
+    if habit.why_not:
+        return None, inf, habit.why_not
+    kept = _kept(habit, formulation)
+    if not all(kept):
+        return None, inf, f"{formulation.names[kept.index([])]} cannot be placed that way"
+    problem = _alone(formulation) if habit.alone else formulation.problem
+    problem = _local_batch_norm(formulation) if habit.local_batch_norm else problem
+    solution = solve(_restricted(problem, kept))
+    if solution.choice is None:
+        return None, inf, "no such plan was found"
+    choice = [own[k] for own, k in zip(kept, solution.choice, strict=True)]
+    return choice, objective(problem, choice), ""
 
 
 def _kept(habit: _Habit, formulation: Formulation) -> list[list[int]]:

@@ -29,7 +29,8 @@ from parplan.planner import decision
 from parplan.planner.decision import MESHES, SHARDED, STAGES, WIDEST, MicroBatchesTried, PricedGraph, Proof, Without
 from parplan.planner.search.context import Case, fits, formulated, gathered_together, plain
 from parplan.planner.search.meshes import fastest_mesh
-from parplan.planner.search.select import ANYWHERE, Found, NothingFaster, ShapeSearch
+from parplan.planner.search.select import ANYWHERE, NothingFaster, ShapeSearch
+from parplan.planner.search.simpler import Found
 from parplan.planner.search.stages import Staged, fastest_in_stages, why_not
 from parplan.planner.search_space.pin_search import Questions, masked
 from parplan.planner.search_space.rules import divisors
@@ -242,7 +243,8 @@ class _Counts:
             search = self._search(count, ways, alike)
             if search is None:
                 return False
-            own = Searched(search, search.best(search.asked.whole, below_s=below_s, more=ways != self.ways))
+            more = ways != self.ways or count < self.doubled[-1]
+            own = Searched(search, search.best(search.asked.whole, below_s=below_s, more=more))
         except InfeasiblePlan as reason:
             self._error = reason
             fits_slower = isinstance(reason, NothingFaster)

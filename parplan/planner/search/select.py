@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import stages
 from parplan.plan import SCHEDULES, Plan, Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES, STAGES, Proof, Simpler
-from parplan.planner.search.baselines import baselines
+from parplan.planner.search.baselines import choices_by_hand
 from parplan.planner.search.branches import Branch, averaged, foldable, sections
 from parplan.planner.search.context import EXACT, SIMULATED, fits, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placed
-from parplan.planner.search.fitting import fitting, lacking
+from parplan.planner.search.fitting import ABOUT, fitting, in_replicas, lacking
 from parplan.planner.search.formulations import Bound, Formulations, OutOfTime
 from parplan.planner.search.schemes import no_updates, schemes_of, shapes, updates_lost
-from parplan.planner.search.simpler import Candidate, differences, simplest
+from parplan.planner.search.simpler import Candidate, Found, differences, simplest
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
@@ -36,9 +36,9 @@ from parplan.planner.search_space.pin_search import masked, no_plan
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import Problem, Solution, Status, evaluate, objective
-from parplan.planner.solver.solve import GAP, solve
+from parplan.planner.solver.solve import CUT, GAP, solve
 
-__all__ = ["ANYWHERE", "Found", "NothingFaster", "ShapeSearch"]
+__all__ = ["ANYWHERE", "NothingFaster", "ShapeSearch"]
 
 MAIN, TIGHT, AGAIN, SHARE, SIMPLER = 0.5, 0.25, 0.5, 0.5, 0.2
 """Parts of the time left for the first proof, for one of what memory is certainly taken where it is short, for each
@@ -52,26 +52,6 @@ EVERY_PLACEMENT = 2
 
 BETTER = 1e-6
 """A plan has to be faster by more than this, relative."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """The fastest plan of all shapes with its proof.
-
-    Args:
-        formulation: the problem of the plan's shape; `choice` is the plan in it.
-        tried: shapes with branches at the same time that were solved or refuted.
-        without_s: T of the best plan in which no branches run at the same time; None where none were tried.
-        fastest: the fastest plan, where `plan` is a simpler one.
-    """
-
-    plan: Plan
-    formulation: Formulation
-    choice: tuple[int, ...]
-    proof: Proof
-    tried: int = 0
-    without_s: float | None = None
-    fastest: Plan | None = None
 
 
 class NothingFaster(InfeasiblePlan):
@@ -104,8 +84,8 @@ class ShapeSearch(Formulations):
         anywhere = case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1
         if anywhere and not pinned.periods and not (more if run.best is None else case.deadline.over()):
             run.any_block()
-        if more and run.best is None and run.unfit is None:
-            raise InfeasiblePlan("no plan fits with all state replicated and everything kept")
+        if more and run.best is None and run.unfit is None and below_s == inf:
+            raise InfeasiblePlan("no plan fits, and other ways to need less memory are left")
         return run.found()
 
 
@@ -162,8 +142,9 @@ class _Run:
         if formulation is None:
             return
         usual = shape.passes == 1 and not shape.anywhere  # a shape that plans by hand have
-        if usual and self.best is None and self.case.saves_memory and self.case.request.plan is None:
-            by_hand = self.by_hand(formulation, nearest=False)  # memory is short: first a plan that fits
+        short = usual and self.case.saves_memory and self.case.request.plan is None  # of memory
+        if short and self.best is None:
+            by_hand = self.by_hand(formulation, nearest=False)  # first a plan that fits
             self.best = by_hand if by_hand is not None and by_hand.step_s < self.cutoff else None
         solution = self.solved(formulation, masked(formulation, self.pinned, within))
         self.first = self.first or (formulation, solution)
@@ -173,17 +154,28 @@ class _Run:
             self.undecided = formulation, solution
             self.best = self.by_hand(formulation) if usual else None
         if solution.choice is not None and solution.objective < self.cutoff:
-            found = self.candidate(formulation, solution.choice, solution.objective)
-            if found is not None:
-                known = [one for one in (self.best, found) if one is not None]
-                self.best = min(known, key=lambda one: one.step_s)
-                self.earlier += [one for one in known if one is not self.best]
-            elif self.unfit is None:  # by costs that know no transfers
+            fits = self.take(formulation, solution)
+            if not fits and self.unfit is None:  # by costs that know no transfers
                 self.lacks(inf, formulation, solution.choice)
+        if short and (1 - ABOUT) * self.cutoff > solution.bound:
+            apart, problem = in_replicas(self.case, formulation)
+            self.take(apart, self.solved(apart, problem, better=ABOUT))
         if solution.status is Status.INFEASIBLE and self.cutoff < inf:  # refuted
             least_s = self.best.step_s if self.best is not None else self.cutoff
         self.bound = min(self.bound, max(solution.bound, least_s))
         self.covered.append(shape.describe())
+
+    def take(self, formulation: Formulation, solution: Solution) -> bool:
+        """Whether a solution's plan fits; the best one and those before it are kept."""
+        found = None
+        if solution.choice is not None and solution.objective < self.cutoff:
+            found = self.candidate(formulation, solution.choice, solution.objective)
+        if found is None:
+            return False
+        known = [one for one in (self.best, found) if one is not None]
+        self.best = min(known, key=lambda one: one.step_s)
+        self.earlier += [one for one in known if one is not self.best]
+        return True
 
     def attempts(self, shapes: Iterable[Shape]) -> None:
         """Solve or refute shapes. After the time limit those with passes are left out."""
@@ -210,13 +202,14 @@ class _Run:
         """The fastest plan by hand that fits and keeps the pins; where none fits, the `nearest` is kept as that."""
         case, problem = self.case, masked(formulation, self.pinned)
         free = replace(problem, limits=(inf,) * len(problem.limits))
-        known = baselines(
-            case.graph, case.cluster, case.costs, formulation, self.plan_of(formulation, [0] * len(problem.nodes)),
+        known = choices_by_hand(
+            case.graph, case.cluster, formulation, self.plan_of(formulation, [0] * len(problem.nodes)),
             lambda restricted: case.deadline.watched(solve(restricted, case.deadline.part_s(SHARE))),
         )  # fmt: skip
-        choices = [formulation.choice(one.plan.layers) for one in known if one.plan is not None]
-        choices = [choice for choice in choices if evaluate(free, choice).feasible]
+        choices = [choice for choice in known if evaluate(free, choice).feasible]
         may_fit = [choice for choice in choices if evaluate(problem.relaxed, choice).feasible]
+        # T is never above the step.
+        may_fit = [choice for choice in may_fit if nearest or objective(problem, choice) < self.cutoff]
         found = [self.candidate(formulation, choice, objective(problem, choice)) for choice in may_fit]
         if nearest and not any(found):
             lack = [(max(lacking(case, formulation, choice) or [inf]), choice) for choice in choices]
@@ -224,15 +217,19 @@ class _Run:
                 self.lacks(nbytes, formulation, choice)
         return min(filter(None, found), key=lambda one: one.step_s, default=None)
 
-    def solved(self, formulation: Formulation, problem: Problem) -> Solution:
-        """A solution of a shape's problem, one that fits with its transfers where it is to become a plan."""
+    def solved(self, formulation: Formulation, problem: Problem, better: float = CUT) -> Solution:
+        """A solution of a shape's problem, one that fits with its transfers where it is to become a plan.
+
+        Args:
+            better: as in `solve`.
+        """
         case = self.case
         tell = case.progress.solver if case.progress is not None else None
 
         def once(problem: Problem, first: bool) -> Solution:
             part = AGAIN if not first else TIGHT if case.saves_memory else MAIN if self.best is None else SHARE
             limit_s = case.deadline.part_s(part * self.part)
-            found = solve(problem, limit_s, cutoff=self.cutoff, on_progress=tell)
+            found = solve(problem, limit_s, cutoff=self.cutoff, on_progress=tell, better=better)
             return case.deadline.watched(found)
 
         if case.request.plan is not None:

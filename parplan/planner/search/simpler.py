@@ -9,11 +9,11 @@ import numpy as np
 
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
-from parplan.planner.decision import Baseline
+from parplan.planner.decision import Baseline, Proof
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.solver.problem import Problem, Solution, objective
 
-__all__ = ["Candidate", "differences", "plan_by_hand", "simplest"]
+__all__ = ["Candidate", "Found", "differences", "plan_by_hand", "simplest"]
 
 LEAST_GAIN = 1e-4
 """Part of a step by which a simpler plan has to be better at the prices of its changes to be looked for."""
@@ -34,6 +34,26 @@ class Candidate:
         """Edges between layers on which the layout changes."""
         edges = self.formulation.layout_changes
         return int(sum(edge.cost_s[self.choice[edge.source], self.choice[edge.target]] for edge in edges))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest plan of all shapes with its proof.
+
+    Args:
+        formulation: the problem of the plan's shape; `choice` is the plan in it.
+        tried: shapes with branches at the same time that were solved or refuted.
+        without_s: T of the best plan in which no branches run at the same time; None where none were tried.
+        fastest: the fastest plan, where `plan` is a simpler one.
+    """
+
+    plan: Plan
+    formulation: Formulation
+    choice: tuple[int, ...]
+    proof: Proof
+    tried: int = 0
+    without_s: float | None = None
+    fastest: Plan | None = None
 
 
 def plan_by_hand(by_hand: Sequence[Baseline], fastest_s: float, tolerance: float) -> Baseline | None:
