@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from parplan.graph.layer_graph import Layer
 
@@ -45,7 +44,6 @@ class _Moments(torch.autograd.Function):
         return mean, variance
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, of_mean: Tensor, of_variance: Tensor) -> Tensor:
         x, mean = ctx.saved_tensors
         count = x.numel() // x.shape[1]
@@ -54,26 +52,29 @@ class _Moments(torch.autograd.Function):
 
 
 class _Scaled(torch.autograd.Function):
-    """`x * scale + shift` of (N, C, ...), by channel: a batch norm of mean 0 and variance 1, as torch has for that one
-    pass over the gradient that gives all three."""
+    """`(x - mean) * scale + shift` of (N, C, ...), by channel: a batch norm with a variance of 1, as torch has for that
+    one pass over the gradient that gives all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        ctx.save_for_backward(x, scale)
-        return torch.addcmul(_along(shift, x), x, _along(scale, x))
+    def forward(ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        ctx.save_for_backward(x, mean, scale)
+        return torch.addcmul(_along(shift - mean * scale, x), x, _along(scale, x))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, scale = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        x, mean, scale = ctx.saved_tensors
         if x.numel() == 0:  # which torch's would divide by
-            return gradient, torch.zeros_like(scale), torch.zeros_like(scale)
-        mean, variance = torch.zeros_like(scale), torch.ones_like(scale)
-        kept = mean, variance, mean, variance  # those of training are not read
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, scale, *kept, train=False, eps=0.0, output_mask=[True] * 3
-        )
-        return found
+            return gradient, *(torch.zeros_like(scale) for _ in range(3))
+        if torch.is_grad_enabled():  # create_graph=True
+            samples = [dim for dim in range(x.dim()) if dim != 1]
+            of_x, of_shift = gradient * _along(scale, x), gradient.sum(samples)
+            of_scale = (gradient * (x - _along(mean, x))).sum(samples)
+        else:
+            kept = (mean, torch.ones_like(scale)) * 2  # those of training are not read
+            of_x, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
+                gradient, x, scale, *kept, train=False, eps=0.0, output_mask=[True] * 3
+            )
+        return of_x, -scale * of_shift, of_scale, of_shift
 
 
 def _along(channels: Tensor, x: Tensor) -> Tensor:
@@ -118,13 +119,13 @@ def normalise(
     scale = torch.rsqrt(whole.variance + eps)
     if weight is not None:
         scale = scale * weight
-    shift = -whole.mean * scale if bias is None else bias - whole.mean * scale
+    shift = torch.zeros_like(scale) if bias is None else bias.to(scale.dtype)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             unbiased = whole.variance * whole.count / (whole.count - 1)
             running_mean.lerp_(whole.mean.to(running_mean.dtype), momentum)
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-    found: Tensor = _Scaled.apply(x.to(scale.dtype), scale, shift)  # type: ignore[no-untyped-call]
+    found: Tensor = _Scaled.apply(x.to(scale.dtype), whole.mean, scale, shift)  # type: ignore[no-untyped-call]
     return found.to(x.dtype)
 
 

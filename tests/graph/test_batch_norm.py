@@ -67,3 +67,18 @@ def test_half_precision_keeps_its_statistics_in_single() -> None:
     result = normalise(x, parts, None, None, None, None, 0.1, 1e-5)
     assert result.dtype == torch.bfloat16
     assert abs(float(result.float().mean())) < 1e-2
+
+
+def test_gradients_far_from_zero_are_as_precise_as_torchs() -> None:
+    """In single precision, of samples whose mean is a thousand times their deviation."""
+    x, weight = torch.randn(64, 5, 7) + 1000, torch.rand(5) + 0.5
+    pull, found = torch.randn_like(x), dict[str, list[Tensor]]()
+    for name, dtype in (("true", torch.float64), ("torch's", torch.float32), ("own", torch.float32)):
+        given = [tensor.to(dtype).requires_grad_() for tensor in (x, weight, torch.zeros(5))]
+        if name == "own":
+            result = normalise(given[0], statistics(given[0], dtype), given[1], given[2], None, None, 0.1, 1e-5)
+        else:
+            result = functional.batch_norm(given[0], None, None, given[1], given[2], training=True)
+        found[name] = list(torch.autograd.grad(result, given, pull.to(dtype)))
+    for true, theirs, own in zip(*found.values(), strict=True):
+        assert (own - true).abs().max() <= 4 * (theirs - true).abs().max() + 1e-6 * true.abs().max()

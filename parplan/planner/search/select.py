@@ -40,9 +40,9 @@ from parplan.planner.solver.solve import CUT, GAP, solve
 
 __all__ = ["ANYWHERE", "NothingFaster", "ShapeSearch"]
 
-MAIN, TIGHT, AGAIN, SHARE, SIMPLER = 0.5, 0.25, 0.5, 0.5, 0.2
+MAIN, TIGHT, AGAIN, SHARE, SIMPLER, BESIDE = 0.5, 0.25, 0.5, 0.5, 0.2, 0.5
 """Parts of the time left for the first proof, for one of what memory is certainly taken where it is short, for each
-solve after one whose plan did not fit, for other shapes, and for a simpler plan."""
+solve after one whose plan did not fit, for other shapes, and for a simpler plan; and of these, for replicas alone."""
 
 ANYWHERE = 8
 """Devices up to which layers may lie on any aligned block; on more, a plan lies on the first devices."""
@@ -157,9 +157,10 @@ class _Run:
             fits = self.take(formulation, solution)
             if not fits and self.unfit is None:  # by costs that know no transfers
                 self.lacks(inf, formulation, solution.choice)
-        if short and (1 - ABOUT) * self.cutoff > solution.bound:
+        possible = short and solution.status is not Status.INFEASIBLE and self.case.request.rules != "strict"
+        if possible and (1 - ABOUT) * self.cutoff > solution.bound and not self.case.deadline.over():
             apart, problem = in_replicas(self.case, formulation)
-            self.take(apart, self.solved(apart, problem, better=ABOUT))
+            self.take(apart, self.solved(apart, problem, BESIDE, ABOUT))
         if solution.status is Status.INFEASIBLE and self.cutoff < inf:  # refuted
             least_s = self.best.step_s if self.best is not None else self.cutoff
         self.bound = min(self.bound, max(solution.bound, least_s))
@@ -217,10 +218,11 @@ class _Run:
                 self.lacks(nbytes, formulation, choice)
         return min(filter(None, found), key=lambda one: one.step_s, default=None)
 
-    def solved(self, formulation: Formulation, problem: Problem, better: float = CUT) -> Solution:
+    def solved(self, formulation: Formulation, problem: Problem, of_part: float = 1.0, better: float = CUT) -> Solution:
         """A solution of a shape's problem, one that fits with its transfers where it is to become a plan.
 
         Args:
+            of_part: of the usual part of the time.
             better: as in `solve`.
         """
         case = self.case
@@ -228,7 +230,7 @@ class _Run:
 
         def once(problem: Problem, first: bool) -> Solution:
             part = AGAIN if not first else TIGHT if case.saves_memory else MAIN if self.best is None else SHARE
-            limit_s = case.deadline.part_s(part * self.part)
+            limit_s = case.deadline.part_s(part * of_part * self.part)
             found = solve(problem, limit_s, cutoff=self.cutoff, on_progress=tell, better=better)
             return case.deadline.watched(found)
 

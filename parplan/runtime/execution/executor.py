@@ -3,7 +3,6 @@ the parts of values that are here."""
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -160,7 +159,6 @@ class Executor:
         self.may_leave_out = self.several_results and transport.processes > 1 and runs_on_replicas(program)
         self._state_results: frozenset[int] | None = None
         self._parameters_of: dict[frozenset[str], frozenset[str]] = {}
-        self._aliases: weakref.ref[ParameterAliases] | None = None
         grids: dict[str, set[Grid]] = defaultdict(set)
         for step in program.computes:
             for state in step.states:
@@ -223,13 +221,11 @@ class Executor:
         own_code = any(site_of(node) is not None for layer in self.graph.layers.values() for node in layer.nodes)
         return not empty and not own_code and not self.graph.sites
 
-    def own_touched(self, touched: set[str], used: frozenset[str]) -> set[str]:
-        """Those of the parameters with a gradient in this process that the results with one are computed from: where
-        processes exchange values, others' results have parts in its gradients."""
-        return touched & self._parameters_behind(used) if self.program.transfers else touched
-
-    def _parameters_behind(self, results: frozenset[str]) -> frozenset[str]:
-        """Placeholders of the parameters that results, by slot, are computed from."""
+    def parameters_behind(self, results: frozenset[str]) -> frozenset[str] | None:
+        """Placeholders of the parameters that results, by slot, are computed from, where processes exchange values:
+        there others' results have parts in the gradients of a process. Else None."""
+        if not self.program.transfers:
+            return None
         if results not in self._parameters_of:
             graph, found = self.graph, set[fx.Node]()
             values = {self.program.slots[name].value for name in results}
@@ -249,15 +245,8 @@ class Executor:
         return pipeline(self.graph, self.program)
 
     def aliases(self) -> ParameterAliases:
-        """The trainable parameters as the program takes them, under torchrun.
-
-        Calls of one backward share aliases, so that the sum of their gradients is known as theirs.
-        """
-        known = self._aliases() if self._aliases is not None else None
-        if known is None:
-            known = ParameterAliases(list(self.store.trainable.values()))
-            self._aliases = weakref.ref(known)
-        return known
+        """The trainable parameters as the program takes them, under torchrun."""
+        return ParameterAliases.shared(list(self.store.trainable.values()))
 
     def own_draws(self) -> OwnDraws:
         """The random numbers of one forward of this process."""

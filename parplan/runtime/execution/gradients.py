@@ -130,16 +130,21 @@ class Gradients:
             self._sums.clear()
 
     def totals(
-        self, names: Iterable[str], own: bool = False, touched: Set[str] | None = None
+        self,
+        names: Iterable[str],
+        own: bool = False,
+        touched: Set[str] | None = None,
+        behind: Set[str] | None = None,
     ) -> dict[str, Tensor | None]:
         """The gradients of the module's own parameters; None for one that no step has used. All ranks call this.
 
         Args:
             own: nobody else may read their memory, as the caller may write to it.
             touched: parameters that this process's losses depend on, where those of all leave some out; default: all.
+            behind: as in `Store.as_gradients`.
         """
         with self._recorder.totals:
-            return self._store.as_gradients({name: self._total(name, own) for name in names}, touched)
+            return self._store.as_gradients({name: self._total(name, own) for name in names}, touched, behind)
 
     def _total(self, name: str, own: bool) -> Tensor | None:
         original = self._store.original(name)

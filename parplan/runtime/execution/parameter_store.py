@@ -149,7 +149,7 @@ class Store:
         return local_tensor(self.parameters[name] if name in self.parameters else self._buffers[name])
 
     def as_gradients(
-        self, found: Mapping[str, Tensor | None], touched: Set[str] | None = None
+        self, found: Mapping[str, Tensor | None], touched: Set[str] | None = None, behind: Set[str] | None = None
     ) -> dict[str, Tensor | None]:
         """Gradients of the blocks that this process holds as gradients of the module's parameters, by placeholder.
 
@@ -159,6 +159,8 @@ class Store:
         Args:
             touched: parameters that this process has a gradient of, where zeros may have been summed for others; of
                 those that no process has touched there is no gradient.
+            behind: parameters that this process's results with a gradient are computed from, where gradients of others
+                have parts in its own; of those that are behind no process's results there is no gradient.
         """
         sharded = {n: p for n in found if isinstance(p := self.parameters[n], ShardedTensor)}
         partial = [name for name, parameter in sharded.items() if not parameter.placement.on_all_ranks]
@@ -166,8 +168,9 @@ class Store:
         known = touched if touched is not None else {name for name in partial if found[name] is not None}
         before = self._used.get(tuple(found)) if touched is None else None
         if before is None:
-            flags = self._transport.any(name in known for name in exchanged) if exchanged else ()
-            before = known, dict(zip(exchanged, flags, strict=True))
+            both = [known] if behind is None else [known, behind]  # of a process without samples the first is empty
+            flags = self._transport.any(name in some for name in exchanged for some in both) if exchanged else []
+            before = known, {name: all(flags[n * len(both) :][: len(both)]) for n, name in enumerate(exchanged)}
             if touched is None:  # a matter of the program alone: asked once
                 self._used[tuple(found)] = before
         known_before, used = before

@@ -59,6 +59,8 @@ def run_program(
         # Weak: results, whose graph holds it, do not keep the model alive.
         method = WeakMethod(explained) if explained is not None else None
         results = ProgramFunction.apply(run, method, *tensors)  # type: ignore[no-untyped-call]
+        if executor.several_results:
+            results = [_Result.apply(one) if one.requires_grad else one for one in results]  # type: ignore[no-untyped-call]
     run.end()
     return list(results)
 
@@ -131,9 +133,12 @@ class _Weights:
         if self._executor.program.transfers:
             named = {name: one for name, one in named.items() if one.requires_grad}
             joined = _JoinedResults.apply(self._sums, list(named), *self._last, *named.values())  # type: ignore[no-untyped-call]
-            return dict(zip(named, joined, strict=True))
-        attached = _ComesToSums.apply
-        return {name: attached(one, *self._last) for name, one in named.items() if one.requires_grad and self._last}  # type: ignore[no-untyped-call]
+            named = dict(zip(named, joined, strict=True))
+        elif not self._last:
+            return {}
+        # Apart from each other: autograd calls the hooks of one node's results, also of those without a gradient.
+        apart = _Result.apply
+        return {name: apart(one, *self._last) for name, one in named.items() if one.requires_grad}  # type: ignore[no-untyped-call]
 
 
 class _Sums:
@@ -172,8 +177,9 @@ class _Sums:
         begun = [*self._begun, *(self._ready[number]() for number in sorted(self._ready))]
         touched, self.touched, self._ready, self._begun = self.touched, set(), {}, []
         if executor.may_leave_out:  # processes tell each other while the sums go on
-            touched = executor.own_touched(touched, self.used)
-            gradients = tuple(executor.store.as_gradients(named, touched).values())
+            gradients = tuple(
+                executor.store.as_gradients(named, touched, executor.parameters_behind(self.used)).values()
+            )
         for one in begun:
             one.wait()
         return gradients
@@ -189,17 +195,18 @@ class _Sums:
         return found
 
 
-class _ComesToSums(torch.autograd.Function):
-    """A result as it is; its backward comes to the node that waits for all gradient sums."""
+class _Result(torch.autograd.Function):
+    """A result as it is; its backward comes to the node that waits for all gradient sums, if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, last: Tensor) -> Tensor:
+    def forward(ctx: Any, result: Tensor, *last: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
+        ctx.given = 1 + len(last)
         return result.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (gradient, *[None] * (ctx.given - 1))
 
 
 class _JoinedResults(torch.autograd.Function):

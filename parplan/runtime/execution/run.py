@@ -252,11 +252,11 @@ class Run:
         given = self.go_back(outputs, sums)
         # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
         some = self.reached is not None or self._executor.may_leave_out
-        touched = self._touched
+        touched, behind = self._touched if some else None, None
         if self._executor.may_leave_out:
             used = zip(self._program.outputs, outputs, strict=True)
-            touched = self._executor.own_touched(touched, frozenset(name for name, pull in used if pull is not None))
-        totals = sums.totals(self.parameters, touched=touched if some else None)
+            behind = self._executor.parameters_behind(frozenset(name for name, pull in used if pull is not None))
+        totals = sums.totals(self.parameters, touched=touched, behind=behind)
         self._transport.ready_on(self._executor.deliver_from)
         return [*given, *totals.values()]
 

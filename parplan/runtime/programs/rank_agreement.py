@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -99,12 +98,11 @@ def exchange_facts(
             f"rank {transport.rank}: the model refuses the inputs of rank {', '.join(refusing)}, whose error says why; "
             "the step has not run on any rank"
         )
+    if len({signature for _, _, signature, *_ in agreed}) > 1:
+        _refuse_other_inputs(transport, captured, call)
     seeded.seed = agreed[0][1]
     sizes = tuple(size for size, *_ in agreed)
-    digests: dict[int, set[int]] = defaultdict(set)
-    for _, _, signature, reading, *_ in agreed:
-        digests[signature].add(reading)
-    if any(len(found) > 1 for found in digests.values()):
+    if len({reading for _, _, _, reading, *_ in agreed}) > 1:
         _refuse_other_reads(transport, captured)
     _check_shared(transport, captured, call, shared, len({other for *_, other, _ in agreed}) == 1)
     if captured.groups is None:
@@ -148,6 +146,33 @@ def _check_shared(
                 f"{name!r} of {model} has no samples and needs a gradient, of which each process would have a part "
                 "only under this plan; bring it detached, or make it a parameter of the model"
             )
+
+
+def _refuse_other_inputs(transport: Transport, captured: Captured, call: ModelCall) -> NoReturn:
+    """Raise the error of inputs that differ in more than their number of samples; every process has to call this."""
+
+    def words(leaf: Any) -> str:
+        if not isinstance(leaf, Tensor):
+            return f"{leaf!r:.40}"
+        shape = ["samples" if call.has_samples(leaf) and d == call.dim else str(n) for d, n in enumerate(leaf.shape)]
+        needs = ", with a gradient" if leaf.requires_grad else ""
+        return f"{str(leaf.dtype).removeprefix('torch.')} [{', '.join(shape)}]{needs}"
+
+    names = [str(name) for name in captured.graph.user_inputs]
+    names = names if len(names) == len(call.leaves) else [f"input {n}" for n, _ in enumerate(call.leaves)]
+    own = dict(zip(names, map(words, call.leaves), strict=True))
+    found = [json.loads(text) for text in transport.gather_texts(json.dumps(own))]
+    differing = [n for n in dict.fromkeys(n for one in found for n in one) if len({one.get(n) for one in found}) > 1]
+    told = [
+        f"{name!r} is " + ", ".join(f"{one.get(name, 'missing')} on rank {rank}" for rank, one in enumerate(found))
+        for name in differing[:_SHOWN]
+    ] or ["they are nested otherwise"]
+    raise RuntimeFailure(
+        f"rank {transport.rank}: inputs of {captured.graph.model} differ between processes in more than their number "
+        f"of samples, while these exchange values under this plan: {'; '.join(told)}. Bring them alike (pad all to one "
+        'length), or let processes exchange gradients alone: replicas of all layers, batch_norm="local", '
+        'scalars="per_replica"'
+    )
 
 
 def _refuse_other_reads(transport: Transport, captured: Captured) -> NoReturn:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,22 @@ class ParameterAliases:
         plain = [parameter for parameter in parameters if not isinstance(parameter, ShardedTensor)]
         made = iter(_Aliases.apply(*plain) if plain else ())  # type: ignore[no-untyped-call]
         self.tensors = [p if isinstance(p, ShardedTensor) else next(made) for p in parameters]
+
+    @staticmethod
+    def shared(parameters: Sequence[Tensor]) -> ParameterAliases:
+        """Those of calls whose backward may still come, whatever program they ran, else new ones.
+
+        One backward of several calls adds up their gradients, and the mark is of the sum: of calls with programs of
+        their own, as for another number of samples, which other processes need not have.
+        """
+        key = tuple(map(id, parameters))  # of tensors that aliases keep alive
+        known = _ALIVE.get(key)
+        if known is None:
+            known = _ALIVE[key] = ParameterAliases(parameters)
+        return known
+
+
+_ALIVE: WeakValueDictionary[tuple[int, ...], ParameterAliases] = WeakValueDictionary()
 
 
 def averaged(tag: str, gradient: Tensor, collectives: TaggedCollectives) -> Tensor:

@@ -193,14 +193,66 @@ def test_a_forward_that_the_backward_computes_again() -> None:
 def _uneven(rank: int, ranks: int) -> None:
     torch.manual_seed(5)
     pair = Pair(ranks, Net)
-    for sizes in ((4, 4), (3, 5), (1, 4), (6, 0), (4, 4)):
-        pair.draw(sizes)
-        for losses in ([inside, inside], [inside, both]):
+    for sizes in ((4, 4), (3, 5), (1, 4), (6, 0), (0, 4), (4, 4)):
+        for losses in ([inside, inside], [inside, both], [outside, inside], [inside, of_features]):
+            pair.draw(sizes)
             pair.step(rank, losses, f"{sizes}")
+            pair.model.zero_grad()
+            pair.plain.zero_grad()
 
 
 def test_uneven_samples() -> None:
     run_case(_uneven, 2)
+
+
+def _hooks(rank: int, ranks: int) -> None:
+    """Hooks of results are called where these have a gradient, as the plain model's are."""
+    torch.manual_seed(9)
+    pair, called = Pair(ranks, Net), list[str]()
+    with nullcontext() if rank else patch.object(Executor, "local_forward", None):
+        for used in range(3):
+            results = pair.model(pair.x[rank], pair.y[rank])
+            for number, result in enumerate(results):
+                result.register_hook(lambda gradient, n=number: called.append(f"{n}: {gradient.isfinite().all()}"))
+            results[used].sum().backward()
+            assert called == [f"{used}: True"]
+            called.clear()
+
+
+def test_hooks_of_results() -> None:
+    run_case(_hooks, 2)
+
+
+def _unlike(rank: int, ranks: int) -> None:
+    """Inputs that differ in more than their number of samples are refused on all processes, and the next call runs."""
+    torch.manual_seed(10)
+    pair = Pair(ranks, Net)
+    pair.step(rank, [inside] * ranks, "before")
+    words = r"differ between processes .* 'x' is float64 \[samples, 6\]"
+    with pytest.raises(RuntimeFailure, match=words + ", with a gradient on rank 0, .* on rank 1"):
+        pair.model(pair.x[rank].clone().requires_grad_(rank == 0), pair.y[rank])
+    tokens = Compiled(Tokens(), planner(spread(ranks, "data"), ranks))
+    with pytest.raises(RuntimeFailure, match=r"samples, 5\] on rank 0, int64 \[samples, 6\] on rank 1.*pad all to one"):
+        tokens(*[torch.randint(10, (4, 5 + rank))] * 2)
+    tokens(*[torch.randint(10, (4, 5))] * 2).backward()
+    pair.step(rank, [inside] * ranks, "behind")
+    each = Compiled(Tokens(), planner(spread(ranks, "data"), ranks), scalars="per_replica")
+    each(*[torch.randint(10, (4, 5 + rank))] * 2).backward()  # gradients alone are exchanged
+
+
+class Tokens(nn.Module):
+    """(N, T) tokens and targets to a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(10, 8), nn.Linear(8, 10)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.last(self.embed(tokens)).flatten(0, 1), targets.flatten())
+
+
+def test_inputs_that_are_not_alike() -> None:
+    run_case(_unlike, 2)
 
 
 def _without_gradients(rank: int, ranks: int) -> None:
@@ -240,7 +292,11 @@ def _again(rank: int, ranks: int) -> None:
     whole = torch.cat(pair.x).requires_grad_()
     (expected,) = torch.autograd.grad(pair.plain(whole, torch.cat(pair.y))[0] * ranks, whole)
     torch.testing.assert_close(found, expected[4 * rank : 4 * rank + 4])
-    # Second derivatives are refused.
+    # Second derivatives are refused, also by an input through batch norm alone.
+    through = pair.model(x, pair.y[rank])[1]
+    (slope,) = torch.autograd.grad(through.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeFailure, match=r"second derivatives .* are refused"):
+        (slope.norm(2, 1) - 1).square().mean().backward()
     gradients = torch.autograd.grad(pair.model(x, pair.y[rank])[0], list(pair.model.parameters()), create_graph=True)
     with pytest.raises(RuntimeFailure, match=r"second derivatives .* are refused .* `module`"):
         sum(gradient.square().sum() for gradient in gradients).backward()  # type: ignore[union-attr]

@@ -146,7 +146,7 @@ def _several(rank: int, ranks: int) -> None:
     for nbytes in (1, 400, 1 << 20):
         torch.manual_seed(3)
         pair = Pair(ranks, nbytes, Several)
-        assert type(pair.model(pair.x[rank])[0].grad_fn).__name__ == "_ComesToSumsBackward"
+        assert type(pair.model(pair.x[rank])[0].grad_fn).__name__ == "_ResultBackward"
         called = list[str]()
         for name, parameter in pair.model.module.named_parameters():
             parameter.register_hook(partial(_note, called, name))
@@ -213,6 +213,24 @@ def _without_samples(rank: int, ranks: int) -> None:
 
 def test_a_process_without_samples() -> None:
     run_case(_without_samples, 2)
+
+
+def _sizes(rank: int, ranks: int) -> None:
+    """Calls of one backward that have other numbers of samples in some processes alone."""
+    torch.manual_seed(12)
+    for nbytes in (1, 1 << 20):
+        pair = Pair(ranks, nbytes)
+        for first, second in (([4, 4], [3, 4]), ([2, 4], [4, 4]), ([1, 3], [3, 1])):
+            batches = [[torch.randn(n, 6, dtype=torch.float64) for n in sizes] for sizes in (first, second)]
+            terms = [sum(pair.plain(own[r]).square().mean() for own in batches) for r in range(ranks)]
+            torch.stack(terms).mean().backward()  # type: ignore[arg-type]
+            with patch.multiple(holdings, FIRST_BUCKET_BYTES=nbytes, BUCKET_BYTES=nbytes):
+                torch.stack([pair.model(own[rank]).square().mean() for own in batches]).sum().backward()
+            pair.same(f"{first} and {second}")
+
+
+def test_calls_with_other_numbers_of_samples_in_one_backward() -> None:
+    run_case(_sizes, 2)
 
 
 def _again(rank: int, ranks: int) -> None:
