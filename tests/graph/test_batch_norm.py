@@ -81,4 +81,4 @@ def test_gradients_far_from_zero_are_as_precise_as_torchs() -> None:
             result = functional.batch_norm(given[0], None, None, given[1], given[2], training=True)
         found[name] = list(torch.autograd.grad(result, given, pull.to(dtype)))
     for true, theirs, own in zip(*found.values(), strict=True):
-        assert (own - true).abs().max() <= 4 * (theirs - true).abs().max() + 1e-6 * true.abs().max()
+        assert (own - true).abs().max() <= 1.5 * (theirs - true).abs().max() + 1e-6 * true.abs().max()

@@ -59,8 +59,10 @@ def run_program(
         # Weak: results, whose graph holds it, do not keep the model alive.
         method = WeakMethod(explained) if explained is not None else None
         results = ProgramFunction.apply(run, method, *tensors)  # type: ignore[no-untyped-call]
-        if executor.several_results:
-            results = [_Result.apply(one) if one.requires_grad else one for one in results]  # type: ignore[no-untyped-call]
+        if executor.several_results:  # apart from each other: autograd calls the hooks of all results of one node
+            # Not those that are an input, or a view of one: writes to these, if there are numbers in them, are refused.
+            own = [one.requires_grad and not (one.numel() and (one.is_leaf or one._is_view())) for one in results]
+            results = [_Result.apply(one) if new else one for one, new in zip(results, own, strict=True)]  # type: ignore[no-untyped-call]
     run.end()
     return list(results)
 

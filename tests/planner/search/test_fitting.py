@@ -10,16 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.proof_cases import drawn
+from examples.gpt2 import GPT2, Sizes
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan
+from parplan.graph.capture.capture import capture
+from parplan.graph.repeated import gather_groups, units
 from parplan.pins import pins_from
-from parplan.plan import Strategy
-from parplan.planner.decide import PlanRequest, decide
+from parplan.plan import SAVED, STATES, Plan, Strategy
+from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.search.context import Case
-from parplan.planner.search.fitting import ATTEMPTS, fitting
+from parplan.planner.search.fitting import ABOUT, ATTEMPTS, fitting, in_replicas, lacking
 from parplan.planner.search.formulations import Formulations
 from parplan.planner.search_space.pin_search import pin_questions
 from parplan.planner.solver.problem import Problem, Solution, Status, evaluate
@@ -157,3 +161,33 @@ def test_no_plan_by_hand_is_given_that_does_not_fit(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("parplan.planner.search.select.solve", unsolved)
     with pytest.raises(InfeasiblePlan, match=r"no plan was found that fits .* which has 1,000 bytes and lacks"):
         decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest())
+
+
+def test_as_many_blocks_are_replayed_as_memory_asks_for() -> None:
+    """Replicas with state in slices: no slower than by hand, where the feed-forward parts of two of five blocks are."""
+    net = GPT2(Sizes(layers=5, width=256, heads=4, tokens=4000, positions=64))
+    graph, cluster = capture(net, (torch.zeros(16, 64, dtype=torch.long),)), cluster_preset("v100-sxm2", 4)
+    replayed = {name for unit in units(graph) if {"h.0.up", "h.3.up"} & {*unit} for name in unit}
+    layers = {}
+    for name, layer in graph.layers.items():
+        sliced = name not in ("wte", "head") and any(len(graph.values[own].shape) > 1 for own in layer.parameters)
+        state, saved = STATES[2 if sliced else 0], SAVED[name in replayed]
+        layers[name] = Strategy(4, 1, None, (0, 1, 2, 3), state=state, saved=saved)
+    plan = Plan(graph.model, graph.fingerprint, 16, 4, layers)
+    by_hand = predict(graph, cluster, RooflineCosts(graph, cluster), plan)
+    tight = cluster.with_memory(max(by_hand.memory_bytes))
+    case = Case.of(graph, tight, RooflineCosts(graph, tight), PlanRequest())
+    case = replace(case, states=STATES, saved=SAVED)
+    formulation = Formulations(case, pin_questions((), graph, tight)).one_pass()
+    apart, problem = in_replicas(case, formulation)
+    found, _ = fitting(case, apart, problem, lambda problem, first: solve(problem, better=ABOUT))
+    assert found.choice is not None
+    assert found.objective <= (1 + ABOUT) * by_hand.step_s
+    assert lacking(case, apart, found.choice) == [0.0]
+    own = apart.strategies(found.choice)
+    assert all(one.shards == 1 and one.devices == (0, 1, 2, 3) for one in own.values())
+    for group in gather_groups(graph):
+        options = {name: {one.strategy.state for one in apart.options[apart.layers[name]]} for name in group}
+        assert len({own[name].state for name, states in options.items() if len(states) > 1}) <= 1, group
+    again = [unit for unit in units(graph) if own[unit[0]].saved == "replay"]
+    assert 0 < len(again) < len(units(graph))

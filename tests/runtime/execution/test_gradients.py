@@ -22,7 +22,7 @@ def sums() -> Gradients:
     transport = LocalTransport([torch.device("cpu")])
     store: Any = SimpleNamespace(
         original=lambda name: torch.zeros(SHAPE), place=lambda name, device: whole_block(SHAPE),
-        as_gradients=lambda found, touched: found,
+        as_gradients=lambda found, touched, behind: found,
     )  # fmt: skip
     recorder: Any = SimpleNamespace(totals=torch.no_grad())
     return Gradients(store, transport, recorder)

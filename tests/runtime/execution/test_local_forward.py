@@ -223,7 +223,7 @@ def _sizes(rank: int, ranks: int) -> None:
         for first, second in (([4, 4], [3, 4]), ([2, 4], [4, 4]), ([1, 3], [3, 1])):
             batches = [[torch.randn(n, 6, dtype=torch.float64) for n in sizes] for sizes in (first, second)]
             terms = [sum(pair.plain(own[r]).square().mean() for own in batches) for r in range(ranks)]
-            torch.stack(terms).mean().backward()  # type: ignore[arg-type]
+            torch.stack(terms).mean().backward()
             with patch.multiple(holdings, FIRST_BUCKET_BYTES=nbytes, BUCKET_BYTES=nbytes):
                 torch.stack([pair.model(own[rank]).square().mean() for own in batches]).sum().backward()
             pair.same(f"{first} and {second}")
