@@ -19,7 +19,7 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.pins import read_pins
 from parplan.plan import Plan, Strategy
-from parplan.planner.decide import PlanRequest, decide
+from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.decision import Baseline, Simpler
 from parplan.planner.explain.advice import advice, advised
 from parplan.planner.explain.reasons import alternatives
@@ -377,6 +377,19 @@ def test_baselines_are_held_to_the_same_memory_as_the_plan() -> None:
         assert baseline.memory_bytes == max(peaks)
         tight = decided(graph, cluster.with_memory(max(peaks) - 1))
         assert [one.fits for one in tight.baselines if one.name == baseline.name] == [False]
+
+
+def test_tensor_shards_inside_hosts_are_a_baseline_on_several() -> None:
+    graph, cluster = classifier(), cluster_preset(SLOW, 2)
+    assert "tensor x data parallel" not in {one.name for one in decided(graph, cluster).baselines}
+    wide, narrow = (replace(cluster.links[0], size=size) for size in (4, 2))
+    hosts = Cluster.of(cluster.device, 4, (narrow, wide))
+    found = {one.name: one for one in decided(graph, hosts).baselines}["tensor x data parallel"]
+    assert found.plan is not None
+    spread = {(own.replicas, own.shards) for name, own in found.plan.layers.items() if graph.layers[name].parameters}
+    assert (2, 2) in spread
+    assert spread <= {(2, 2), (4, 1)}
+    assert found.step_s == pytest.approx(predict(graph, hosts, RooflineCosts(graph, hosts), found.plan).step_s)
 
 
 def test_a_model_of_one_batch_size_is_told_why_it_has_no_replicas() -> None:

@@ -107,8 +107,8 @@ def _families(graph: LayerGraph, cluster: Cluster, formulation: Formulation, pla
         families.append([_data_parallel(graph, place, plan) for place in places])
         families.append([_model_parallel(graph, formulation, place) for place in places])
         families.append([_hybrid(graph, formulation, place, plan) for place in places])
-    if len(cluster.links) > 1 and not cluster.mixed:
-        families.append([_tensor_in_hosts(graph, formulation, cluster)])
+        if not cluster.mixed and 1 < cluster.links[0].size < cluster.count:
+            families.append([_tensor_in_hosts(graph, formulation, cluster)])
     known = {(one.strategy.state, one.strategy.saved) for options in formulation.options for one in options}
     every = replace(_data_parallel(graph, _Place(tuple(range(cluster.count))), plan), local_batch_norm=False)
     return families + [[replace(every, name=name, ways=ways)] for name, ways in _LESS_MEMORY.items() if ways in known]

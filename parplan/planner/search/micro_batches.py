@@ -243,8 +243,8 @@ class _Counts:
             search = self._search(count, ways, alike)
             if search is None:
                 return False
-            more = ways != self.ways or count < self.doubled[-1]
-            own = Searched(search, search.best(search.asked.whole, below_s=below_s, more=more))
+            left = (ways != self.ways or (ways != _Ways() and n > count and bool(self._sized(n))) for n in self.doubled)
+            own = Searched(search, search.best(search.asked.whole, below_s=below_s, left=left))
         except InfeasiblePlan as reason:
             self._error = reason
             fits_slower = isinstance(reason, NothingFaster)

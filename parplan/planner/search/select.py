@@ -61,13 +61,13 @@ class NothingFaster(InfeasiblePlan):
 class ShapeSearch(Formulations):
     """The search over the shapes of one case."""
 
-    def best(self, pinned: Pinned, part: float = 1.0, below_s: float = inf, more: bool = False) -> Found:
+    def best(self, pinned: Pinned, part: float = 1.0, below_s: float = inf, left: Iterable[bool] = ()) -> Found:
         """The fastest plan that keeps some pins, or the given one, with the proof over all shapes.
 
         Args:
             part: of the time left.
             below_s: seconds that its step has to stay below.
-            more: ways to need less memory are tried next, and with them layers on any block, where nothing fits here.
+            left: whether there are other ways to need less memory, which are tried first if nothing fits here.
 
         Raises:
             NothingFaster: none does.
@@ -82,10 +82,11 @@ class ShapeSearch(Formulations):
         if case.uneven and case.request.plan is None:
             run.with_uneven_parts(Shape(lanes=self.lanes, uneven=True))
         anywhere = case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1
-        if anywhere and not pinned.periods and not (more if run.best is None else case.deadline.over()):
+        later = any(left) if run.best is None else case.deadline.over()
+        if anywhere and not pinned.periods and not later:
             run.any_block()
-        if more and run.best is None and run.unfit is None and below_s == inf:
-            raise InfeasiblePlan("no plan fits, and other ways to need less memory are left")
+        if later and run.best is None and run.unfit is None and not case.saves_memory:
+            raise InfeasiblePlan("no plan fits with all state replicated and everything kept")
         return run.found()
 
 
