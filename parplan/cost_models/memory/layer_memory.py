@@ -33,6 +33,7 @@ from parplan.graph.local import LocalLayer, local_shape
 from parplan.graph.repeated import gather_groups, group_of, unit_of, units
 from parplan.layout import IntArray
 from parplan.lowering.holdings import ALONE_BYTES, makes_large_result, slices
+from parplan.plan import STATES
 
 __all__ = ["MemoryModel", "training_state_bytes"]
 
@@ -375,9 +376,12 @@ class MemoryModel:
         return 0 if dtype is None else prod(local_shape(self.graph, local, value)) * dtype.itemsize
 
 
-def training_state_bytes(graph: LayerGraph, optimizer: str) -> int:
-    """Bytes of all weights with their gradients and the optimizer's state, whole and once."""
-    return sum((2 + optimizer_memory(optimizer).states) * graph.values[name].nbytes for name in graph.parameters)
+def training_state_bytes(graph: LayerGraph, optimizer: str, state: str = STATES[0], replicas: int = 1) -> float:
+    """Bytes of all weights with their gradients and the optimizer's state that each of so many replicas keeps."""
+    weights = sum(graph.values[name].nbytes for name in graph.parameters)
+    trained = sum(graph.values[name].nbytes for name in graph.parameters if graph.values[name].requires_grad)
+    more = (1 + optimizer_memory(optimizer).states) * trained
+    return weights / (replicas if state == STATES[2] else 1) + more / (replicas if state != STATES[0] else 1)
 
 
 def _by_points(spans: Iterable[_Span]) -> list[Held]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
-from parplan.cost_models.optimizers import optimizer_memory
+from parplan.cost_models.memory.layer_memory import training_state_bytes
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Scheme, Strategy
@@ -137,7 +137,8 @@ def in_fewest_micro_batches(
         habit, best = replace(every, name=name, ways=ways, local_batch_norm=name == DATA), None
         cases: Iterable[Case | None] = map(sized, divisors(each) if not over else (1,))
         cases = takewhile(lambda case: case is not None, cases)
-        if _least_bytes(habit, whole) > max(cluster.memory_bytes):
+        held = training_state_bytes(whole.graph, whole.request.optimizer, ways[0], cluster.count)
+        if held > max(cluster.memory_bytes):
             cases = deque(cases, 1)  # fits in none: what it takes in the most
         for case in filter(None, cases):
             best = _of_one_plan(habit, case, plan, solve)
@@ -145,16 +146,6 @@ def in_fewest_micro_batches(
                 break
         found += [best] if best is not None else []
     return tuple(found)
-
-
-def _least_bytes(habit: _Habit, case: Case) -> float:
-    """Bytes of weights, gradients and optimizer state that a device of data parallelism holds at once."""
-    state, graph = habit.ways[0], case.graph
-    weights = sum(graph.values[name].nbytes for name in graph.parameters)
-    trained = [name for name in graph.parameters if graph.values[name].requires_grad]
-    more = (1 + optimizer_memory(case.request.optimizer).states) * sum(graph.values[name].nbytes for name in trained)
-    count = case.cluster.count
-    return weights / (count if state == STATES[2] else 1) + more / (count if state != STATES[0] else 1)
 
 
 def _of_one_plan(habit: _Habit, case: Case, plan: Plan, solve: Solve) -> Baseline:
@@ -193,9 +184,13 @@ def _one_device(place: _Place) -> _Habit:
     return _Habit("one device", place, lambda name, s: s.devices == place.devices, alone=True)
 
 
+def _without_samples(graph: LayerGraph) -> set[str]:
+    """Layers that have no samples to share, and lie on one device."""
+    return {n for n, layer in graph.layers.items() if layer.batch is None and not layer.constant}
+
+
 def _data_parallel(graph: LayerGraph, place: _Place, plan: Plan) -> _Habit:
-    whole = {n for n, layer in graph.layers.items() if layer.batch is None and not layer.constant}
-    count = len(place.devices)
+    whole, count = _without_samples(graph), len(place.devices)
 
     def allowed(name: str, s: Strategy) -> bool:
         if name in whole:
@@ -253,7 +248,7 @@ def _tensor_in_hosts(graph: LayerGraph, formulation: Formulation, cluster: Clust
 
     named = zip(formulation.names, formulation.options, strict=False)
     cut = {name for name, options in named if any(in_hosts(one.strategy) for one in options)}
-    whole = {n for n, layer in graph.layers.items() if layer.batch is None and not layer.constant}
+    whole = _without_samples(graph)
 
     def allowed(name: str, s: Strategy) -> bool:
         if name in cut:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
-from parplan.graph.repeated import gather_groups
 from parplan.plan import Strategy
 from parplan.planner.search.context import Case, far_s
 from parplan.planner.search_space.formulation import Formulation, formulate
-from parplan.planner.solver.problem import Edge, Problem, Solution, Status, Usage, evaluate
+from parplan.planner.solver.problem import Problem, Solution, Status, Usage, evaluate
 
 __all__ = ["ABOUT", "Lacking", "fitting", "in_replicas", "lacking"]
 
@@ -74,9 +72,9 @@ def fitting(
     return first, closest
 
 
-def in_replicas(case: Case, formulation: Formulation) -> tuple[Formulation, Problem]:
-    """The plans of a formulation with replicas of every layer on all devices, in any state, replayed or not; and the
-    problem in which the layers of a gather group have one state.
+def in_replicas(case: Case, formulation: Formulation) -> Formulation:
+    """The plans of a formulation with replicas of every layer on all devices, the layers of a gather group in any one
+    state, replayed or not.
 
     What such plans hold is known best, as nothing is moved to another layout. Equal blocks are apart, so that as many
     of them are replayed, or in slices, as memory asks for. Layers that cannot be in such replicas have all strategies.
@@ -86,13 +84,7 @@ def in_replicas(case: Case, formulation: Formulation) -> tuple[Formulation, Prob
         known = [option.strategy for option in formulation.options[index]]
         own[name] = [one for one in known if one.devices == every and one.shards == 1] or known
     beyond_s = far_s(graph, case.cluster, case.costs, own, None, formulation.shape)
-    found = formulate(graph, case.cluster, case.costs, own, shape=formulation.shape, far_s=beyond_s)
-    states = [[option.strategy.state for option in options] for options in found.options]
-    edges = [*found.problem.edges]
-    for group in gather_groups(graph):
-        for one, other in pairwise(own for own in map(found.layers.__getitem__, group) if len({*states[own]}) > 1):
-            edges.append(Edge(one, other, np.where(np.array(states[one])[:, None] == states[other], 0.0, np.inf)))
-    return found, replace(found.problem, edges=tuple(edges))
+    return formulate(graph, case.cluster, case.costs, own, shape=formulation.shape, far_s=beyond_s, state_by_group=True)
 
 
 def _counted(case: Case, formulation: Formulation, problem: Problem, choice: Sequence[int]) -> Problem:

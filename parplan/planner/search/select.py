@@ -160,8 +160,8 @@ class _Run:
                 self.lacks(inf, formulation, solution.choice)
         possible = short and solution.status is not Status.INFEASIBLE and self.case.request.rules != "strict"
         if possible and (1 - ABOUT) * self.cutoff > solution.bound and not self.case.deadline.over():
-            apart, problem = in_replicas(self.case, formulation)
-            self.take(apart, self.solved(apart, problem, BESIDE, ABOUT))
+            apart = in_replicas(self.case, formulation)
+            self.take(apart, self.solved(apart, apart.problem, BESIDE, ABOUT))
         if solution.status is Status.INFEASIBLE and self.cutoff < inf:  # refuted
             least_s = self.best.step_s if self.best is not None else self.cutoff
         self.bound = min(self.bound, max(solution.bound, least_s))

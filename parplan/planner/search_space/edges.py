@@ -28,7 +28,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.communication.schemes import broadcast_stops
 from parplan.cost_models.costs import CostModel, TransferMatrix
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.repeated import Fold, units
+from parplan.graph.repeated import Fold, gather_groups, units
 from parplan.layout import Layout
 from parplan.lowering.stages import Stage
 from parplan.lowering.step_setting import StepSetting
@@ -393,12 +393,14 @@ def ties(
     layers: Mapping[str, int],
     place: Mapping[str, int],
     options: Sequence[Sequence[Option]],
+    state_by_group: bool,
 ) -> list[EdgeParts]:
     """Edges by which layers decide alike.
 
     Copies of a layer in repeated blocks have the same strategy, all but those of the first block in the same role: what
     begins the passes may be in the first block. The layers of a unit are all replayed or all kept, where any may be
-    either: of a part of them little is dropped.
+    either: of a part of them little is dropped. Where it is asked for, those of a gather group that have a choice of
+    states have one.
     """
     found = []
     for alike in fold.alike if fold is not None else ():
@@ -413,6 +415,10 @@ def ties(
         for one, other in pairwise(members):
             if len({*saved[one]}) + len({*saved[other]}) > 2:
                 found.append(_tie(one, other, saved[one], saved[other]))
+    states = [[own.strategy.state for own in known] for known in options]
+    for group in gather_groups(graph) if state_by_group else ():
+        some = dict.fromkeys(layers[name] for name in group if len({*states[layers[name]]}) > 1)
+        found += [_tie(one, other, states[one], states[other]) for one, other in pairwise(some)]
     return found
 
 

@@ -137,6 +137,7 @@ def formulate(
     far_s: float = 0.0,
     strict: bool = False,
     fold: Fold | None = None,
+    state_by_group: bool = False,
     on_layer: Callable[[int, int], None] | None = None,
     look: Callable[[], None] = lambda: None,
 ) -> Formulation:
@@ -148,6 +149,7 @@ def formulate(
         far_s: seconds that no step worth considering takes, where devices are followed or weights gathered again.
         strict: forbid what R2 to R4 and R7 forbid, instead of pricing the transfer; without a fold.
         fold: repeated blocks to plan alike; layers for which others stand need no candidates.
+        state_by_group: the layers of a gather group have one state, those with a choice of states.
         on_layer: told (done, total) while costs are computed.
         look: called before the costs of every layer and every edge; may raise an error that ends it.
 
@@ -176,7 +178,7 @@ def formulate(
         inside = frozenset(place[name] for name in shape.inside)
         own_parts, edges, least = folded(own_parts, edges, _forms(options, reused.values()), cluster.count, inside)
         options = [tuple(own[k] for k in some) for own, some in zip(options, least, strict=False)]
-    edges += ties(graph, fold, layers, place, options)
+    edges += ties(graph, fold, layers, place, options, state_by_group)
     edges += _reuse_ties(fold, graph, place, reused, own_parts, shape) if fold is not None else []
     _check_far(far_s, own_parts)
     count, groups, several = len(names) + 1, _groups(graph, names), costs.step.micro_batches

@@ -160,41 +160,43 @@ def _refuse_other_inputs(transport: Transport, captured: Captured, call: ModelCa
 
     names = [str(name) for name in captured.graph.user_inputs]
     names = names if len(names) == len(call.leaves) else [f"input {n}" for n, _ in enumerate(call.leaves)]
-    own = dict(zip(names, map(words, call.leaves), strict=True))
-    found = [json.loads(text) for text in transport.gather_texts(json.dumps(own))]
-    differing = [n for n in dict.fromkeys(n for one in found for n in one) if len({one.get(n) for one in found}) > 1]
-    told = [
-        f"{name!r} is " + ", ".join(f"{one.get(name, 'missing')} on rank {rank}" for rank, one in enumerate(found))
-        for name in differing[:_SHOWN]
-    ] or ["they are nested otherwise"]
+    differing = _differing(transport, dict(zip(names, map(words, call.leaves), strict=True)), "missing")
+    told = [_on_ranks(repr(name), each) for name, each in differing.items()] or ["they are nested otherwise"]
     raise RuntimeFailure(
         f"rank {transport.rank}: inputs of {captured.graph.model} differ between processes in more than their number "
-        f"of samples, while these exchange values under this plan: {'; '.join(told)}. Bring them alike (pad all to one "
-        'length), or let processes exchange gradients alone: replicas of all layers, batch_norm="local", '
+        f"of samples, while these exchange values under this plan: {'; '.join(told[:_SHOWN])}. Bring them alike (pad "
+        'all to one length), or let processes exchange gradients alone: replicas of all layers, batch_norm="local", '
         'scalars="per_replica"'
     )
 
 
 def _refuse_other_reads(transport: Transport, captured: Captured) -> NoReturn:
     """Raise the error of forwards that read other values; every process has to call this."""
-    reads = captured.graph.reads
-    values = {path: repr(value) for path, value in reads.told}
-    own = {"mode": _mode(captured.graph.training), "values": values}
-    found = [json.loads(text) for text in transport.gather_texts(json.dumps(own))]
-    modes = [one["mode"] for one in found]
-    told = [", ".join(f"rank {rank} is in {mode}" for rank, mode in enumerate(modes))] if len({*modes}) > 1 else []
-    paths = dict.fromkeys(path for one in found for path in one["values"])
-    each = {path: [one["values"].get(path, "not read") for one in found] for path in paths}
-    differing = [path for path in paths if len({*each[path]}) > 1]
+    reads, mode = captured.graph.reads, ""  # no attribute has that path
+    own = {mode: _mode(captured.graph.training), **{path: repr(value) for path, value in reads.told}}
+    differing = _differing(transport, own, "not read")
+    modes = differing.pop(mode, [])
+    told = [", ".join(f"rank {rank} is in {one}" for rank, one in enumerate(modes))] if modes else []
     # That some ranks do not read an attribute follows from one that differs, or from the mode of a module.
-    causes = [path for path in differing if "not read" not in each[path]]
-    for path in causes or (differing if not told else ()):
-        told.append(f"{path} is " + ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(each[path])))
-    what = "; ".join(told[:_SHOWN]) + ("" if causes or len({*modes}) > 1 else " (is a module in another mode there?)")
+    causes = {path: each for path, each in differing.items() if "not read" not in each}
+    told += [_on_ranks(path, each) for path, each in (causes or ({} if told else differing)).items()]
+    what = "; ".join(told[:_SHOWN]) + ("" if causes or modes else " (is a module in another mode there?)")
     raise RuntimeFailure(
         f"rank {transport.rank}: the forward reads attributes of the model that are not the same on all ranks; set "
         f"them alike: {what}"
     )
+
+
+def _differing(transport: Transport, own: Mapping[str, str], absent: str) -> dict[str, list[str]]:
+    """Per name that is not the same on all ranks, each rank's, or `absent`; every process has to call this."""
+    found = [json.loads(text) for text in transport.gather_texts(json.dumps(own))]
+    names = dict.fromkeys(name for one in found for name in one)
+    each = {name: [one.get(name, absent) for one in found] for name in names}
+    return {name: values for name, values in each.items() if len({*values}) > 1}
+
+
+def _on_ranks(name: str, each: Sequence[str]) -> str:
+    return f"{name} is " + ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(each))
 
 
 def _check_branches(captured: Captured, sizes: Sequence[int], serves: Callable[[int], bool] | None) -> None:

@@ -179,8 +179,8 @@ def test_as_many_blocks_are_replayed_as_memory_asks_for() -> None:
     case = Case.of(graph, tight, RooflineCosts(graph, tight), PlanRequest())
     case = replace(case, states=STATES, saved=SAVED)
     formulation = Formulations(case, pin_questions((), graph, tight)).one_pass()
-    apart, problem = in_replicas(case, formulation)
-    found, _ = fitting(case, apart, problem, lambda problem, first: solve(problem, better=ABOUT))
+    apart = in_replicas(case, formulation)
+    found, _ = fitting(case, apart, apart.problem, lambda problem, first: solve(problem, better=ABOUT))
     assert found.choice is not None
     assert found.objective <= (1 + ABOUT) * by_hand.step_s
     assert lacking(case, apart, found.choice) == [0.0]
