@@ -46,12 +46,15 @@ def fitting(
         solve: a solution of a problem; told whether it is the first.
     """
     first, closest = solve(problem.relaxed, True), None
-    found, limits = first, problem.limits
+    found, limits, estimates = first, problem.limits, True
     for again in range(ATTEMPTS + 1):
         if again:
             found = solve(replace(problem, limits=limits), False)
         if again == 0 and found.status is Status.UNKNOWN:
             continue  # the smaller problem may be easier
+        if again and found.status is Status.INFEASIBLE and estimates:
+            # They may say too much of all plans that fit.
+            problem, estimates, found = problem.relaxed, False, first
         over = lacking(case, formulation, found.choice) if found.choice is not None else None
         if found.choice is None or over is None:
             break

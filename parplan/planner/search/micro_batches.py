@@ -27,7 +27,7 @@ from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SAVED, SCHEDULES, STATES
 from parplan.planner import decision
 from parplan.planner.decision import MESHES, SHARDED, STAGES, WIDEST, MicroBatchesTried, PricedGraph, Proof, Without
-from parplan.planner.search.context import Case, fits, formulated, gathered_together, plain
+from parplan.planner.search.context import Case, formulated, gathered_together
 from parplan.planner.search.meshes import fastest_mesh
 from parplan.planner.search.select import ANYWHERE, NothingFaster, ShapeSearch
 from parplan.planner.search.simpler import Found
@@ -80,10 +80,21 @@ class Searched:
         return self.search.case
 
     @cached_property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Bytes that every device takes at most."""
+        peaks = self.peaks or self.case.costs.peaks(self.found.plan.layers)
+        return peaks or self.found.formulation.device_peaks(self.found.choice, self.case.cluster.count)
+
+    @property
+    def lacking_bytes(self) -> int:
+        """Bytes that the fullest device lacks; below 0: has left."""
+        peak, limit = self.case.cluster.fullest(self.memory_bytes)
+        return peak - limit
+
+    @property
     def fits(self) -> bool:
         """Whether the plan fits with its transfers; else it is the nearest to that."""
-        case = self.case
-        return bool(self.peaks) or fits(case.graph, case.cluster, case.costs, plain(self.found.plan))
+        return self.lacking_bytes <= 0
 
     @property
     def fastest_s(self) -> float:
@@ -166,16 +177,6 @@ class _Ways:
     states: tuple[str, ...] = STATES[:1]
     saved: tuple[str, ...] = SAVED[:1]
 
-    @property
-    def sharded(self) -> bool:
-        """Whether state may be in slices."""
-        return len(self.states) > 1
-
-    @property
-    def replayed(self) -> bool:
-        """Whether layers may be replayed."""
-        return len(self.saved) > 1
-
 
 class _Counts:
     """The numbers of micro-batches that are compared, and the best plan so far.
@@ -200,7 +201,7 @@ class _Counts:
         states, saved = STATES if sliced else STATES[:1], SAVED if units(case.graph) else SAVED[:1]
         self.ways = _Ways() if given else _Ways(states, saved)
         self._searches: dict[int, ShapeSearch] = {}
-        self._nearest: Searched | None = None  # the plan of the whole batch that lacks least
+        self._nearest: Searched | None = None  # the plan that lacks least
         self._error: InfeasiblePlan | None = None
         self._tried: dict[tuple[int, bool, bool], MicroBatchesTried] = {}
         self._bounds_s: dict[int, float] = {}  # by numbers of which no plan was found to fit, nor proven not to
@@ -222,8 +223,8 @@ class _Counts:
     @property
     def too_large(self) -> bool:
         """Whether no device has room for all weights, gradients and optimizer state."""
-        nbytes = training_state_bytes(self._case.graph, self._case.request.optimizer)
-        return nbytes > max(self._case.cluster.memory_bytes)
+        case = self._case
+        return training_state_bytes(case.graph, case.request.optimizer) > max(case.cluster.memory_bytes)
 
     @property
     def tight(self) -> bool:
@@ -237,7 +238,7 @@ class _Counts:
             alike: with equal blocks alike, where they may be; False: apart, where that was not tried.
             below_s: seconds that its step has to stay below.
         """
-        key, several = (count, ways.sharded, ways.replayed), count * self._whole
+        key, several = (count, len(ways.states) > 1, len(ways.saved) > 1), count * self._whole
         below_s = min(below_s, self.best.fastest_s if self.best is not None else inf)
         try:
             search = self._search(count, ways, alike)
@@ -254,20 +255,18 @@ class _Counts:
             if fits_slower:
                 self._bounds_s.pop(count, None)
             return False
-        step_s, memory_bytes = own.found.proof.objective, max(_peaks(own))
-        taken = bool(own.found.plan.sharded), bool(own.found.plan.replayed)
-        self._tried[key] = MicroBatchesTried(several, step_s, memory_bytes, own.fits, *taken)
+        step_s, taken = own.found.proof.objective, (bool(own.found.plan.sharded), bool(own.found.plan.replayed))
+        self._tried[key] = MicroBatchesTried(several, step_s, max(own.memory_bytes), own.fits, *taken)
         if key[1:] != taken and own.fits and own.fastest_s >= below_s:  # the best plan of fewer ways again
             self._tried[key] = MicroBatchesTried(several, None, None, True, *key[1:])
-        if own.fits and own.fastest_s < below_s:
-            self._before += [self.best] if self.best is not None else []
-            self.best = own
-        elif count == 1:
-            self._nearest = own  # in slices, where those were tried
         # Plans of all ways are those of the first search and more.
         self._bounds_s.pop(count, None)
         if not own.fits:
+            self._nearest = min(filter(None, (own, self._nearest)), key=lambda one: one.lacking_bytes)
             self._bounds_s[count] = own.found.proof.bound
+        elif own.fastest_s < below_s:
+            self._before += [self.best] if self.best is not None else []
+            self.best = own
         return self.best is own
 
     @property
@@ -413,7 +412,7 @@ class _Counts:
 
     def found(self) -> Searched:
         """The best plan, or one within the tolerance that was found before, of fewer micro-batches; where none fits,
-        the nearest of the whole batch, which `decide` refuses with its numbers.
+        the nearest to that, which `decide` refuses with its numbers.
 
         Raises:
             InfeasiblePlan: there is none.
@@ -441,10 +440,3 @@ class _Counts:
             proof = replace(proof, stages=self._stages)
         best = replace(best, found=replace(best.found, proof=proof), why_whole=why_whole, sized=self._sized)
         return replace(best, tried=tried if len(tried) > 1 else ())
-
-
-def _peaks(own: Searched) -> tuple[int, ...]:
-    """Bytes that every device takes at most."""
-    case = own.case
-    peaks = own.peaks or case.costs.peaks(own.found.plan.layers)
-    return peaks or own.found.formulation.device_peaks(own.found.choice, case.cluster.count)

@@ -162,7 +162,7 @@ class _Run:
         if possible and (1 - ABOUT) * self.cutoff > solution.bound and not self.case.deadline.over():
             apart = in_replicas(self.case, formulation)
             self.take(apart, self.solved(apart, apart.problem, BESIDE, ABOUT))
-        if solution.status is Status.INFEASIBLE and self.cutoff < inf:  # refuted
+        if solution.status is Status.INFEASIBLE:  # refuted, or there is none
             least_s = self.best.step_s if self.best is not None else self.cutoff
         self.bound = min(self.bound, max(solution.bound, least_s))
         self.covered.append(shape.describe())
