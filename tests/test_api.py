@@ -27,6 +27,7 @@ def inputs(batch: int = 12) -> Tensor:
     return torch.randn(batch, 12, dtype=torch.float64)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("home", [None, 0])
 def test_one_process_with_several_memories_is_priced_with_inputs_on_its_first_device(
     monkeypatch: pytest.MonkeyPatch, home: int | None
@@ -74,7 +75,7 @@ def test_names_are_the_models_own() -> None:
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_file_is_run(name: str, tmp_path: Path) -> None:
     plain, x = perceptron(), inputs()
@@ -88,12 +89,14 @@ def test_a_plan_file_is_run(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(compiled(x), plain(x), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.full
 def test_a_plan_for_other_devices_is_refused(tmp_path: Path) -> None:
     decision = parplan.analyze(perceptron(), inputs(), gpus=4)
     with pytest.raises(PlanError, match="the plan is for 4 devices, here are 2"):
         parplan.compile(perceptron(), inputs(), devices=["cpu"] * 2, plan=decision.plan)
 
 
+@pytest.mark.full
 def test_a_plan_for_another_batch_runs_and_says_so() -> None:
     from parplan.graph.capture.capture import capture
 
@@ -145,6 +148,7 @@ def test_a_method_in_place_of_train_is_refused(call: Any) -> None:
         call(nn.Sequential(TrainsItself(8, 4)), torch.randn(4, 8))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("pins", "devices"),
     [
@@ -183,6 +187,7 @@ def test_training_goes_the_same_way_as_the_plain_model() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
 
 
+@pytest.mark.full
 def test_evaluation_uses_the_running_statistics() -> None:
     model = Loss().double()
     compiled = parplan.compile(model, devices=["cpu"] * 3)
@@ -207,6 +212,7 @@ def test_a_plan_is_reviewed_for_its_own_number_of_devices() -> None:
     assert parplan.analyze(perceptron(), inputs(), plan=plan).cluster.count == 3
 
 
+@pytest.mark.full
 def test_a_cluster_is_planned_for_and_its_plan_reviewed() -> None:
     cluster = Path(__file__).resolve().parent.parent / "examples" / "clusters" / "workstation.toml"
     decision = parplan.analyze(perceptron(), inputs(), cluster=cluster)
@@ -246,6 +252,7 @@ def test_batch_auto_stays_within_memory() -> None:
     assert min(one.batch for one in tight.batches if not one.fits) > tight.plan.batch
 
 
+@pytest.mark.full
 def test_batch_auto_prices_a_plan_of_yours() -> None:
     plan = parplan.analyze(perceptron(), inputs(), gpus=2).plan
     found = parplan.analyze(perceptron(), inputs(), batch="auto", plan=plan)
@@ -296,6 +303,7 @@ def test_measuring_one_device_cannot_stand_for_another() -> None:
         parplan.analyze(perceptron(), inputs(), gpus=2, gpu="v100", measure=True)
 
 
+@pytest.mark.full
 def test_verify_finds_a_model_that_is_not_what_it_seems() -> None:
     turns = itertools.count()
 
@@ -314,6 +322,7 @@ def test_verify_finds_a_model_that_is_not_what_it_seems() -> None:
     assert not found.passed
 
 
+@pytest.mark.full
 def test_verify_leaves_the_model_alone() -> None:
     model = Loss()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -333,6 +342,7 @@ def test_the_report_names_the_type_of_the_weights() -> None:
     assert [one.precision for one in found] == ["tf32", "bf16"]
 
 
+@pytest.mark.full
 def test_a_model_on_the_meta_device_is_planned_under_autocast() -> None:
     """Weights and their optimizer's state stay float32, activations are half of it, and the reader is told."""
     with torch.device("meta"):

@@ -125,6 +125,7 @@ def test_an_unknown_preset_lists_those_known(model: Path, capsys: pytest.Capture
     assert "h200-sxm" in text
 
 
+@pytest.mark.full
 def test_memory_that_cannot_fit(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(["analyze", str(model), "--gpus", "2", "--memory", "0.0001"], capsys)
     assert "lacks" in text
@@ -132,6 +133,7 @@ def test_memory_that_cannot_fit(model: Path, capsys: pytest.CaptureFixture[str])
     assert "possible remedies" in text
 
 
+@pytest.mark.full
 def test_a_plan_for_another_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = written(plan_of(model, capsys), model)
     other = tmp_path / "other.py"
@@ -140,6 +142,7 @@ def test_a_plan_for_another_model(model: Path, tmp_path: Path, capsys: pytest.Ca
         assert "another model" in refused([*command, "--plan", plan], capsys)
 
 
+@pytest.mark.full
 def test_a_plan_for_other_sizes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = written(plan_of(model, capsys), model)
     other = tmp_path / "other.py"
@@ -183,7 +186,7 @@ EDITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rule", "change", "words"), EDITS, ids=[rule for rule, _, _ in EDITS])
 def test_an_edited_plan_that_breaks_a_rule(
     rule: str,

@@ -78,6 +78,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         getattr(parplan, "no_such" + "_name")
 
 
+@pytest.mark.full
 @every_case(("module", "unloaded"), LIGHT_IMPORTS)
 def test_importing_loads_nothing_heavy(module: str, unloaded: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print(*sorted({set(unloaded)!r} & sys.modules.keys()))"
@@ -93,6 +94,7 @@ def test_root_links_lead_to_the_packages(name: str) -> None:
     assert (link / "__init__.py").is_file()
 
 
+@pytest.mark.full
 def test_modules_import_each_other_in_no_circle() -> None:
     """Imports in functions and under TYPE_CHECKING count too."""
     edges = [(module.name, name) for module in modules() for name in imports(module) if name != module.name]

@@ -12,7 +12,7 @@ from tests.kinds import KINDS
 from tests.plans import PLANS, plan_by
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -22,7 +22,7 @@ def test_numbers_are_kept(kind: str, plan: str, devices: int) -> None:
     assert found.passed, found.rows
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "whole"), [("language", {"batch_mean"}), ("encoder", set()), ("unet", set())])
 def test_samples_can_be_spread_over_replicas_but_for_the_mean_of_a_loss(kind: str, whole: set[str]) -> None:
     graph = capture(KINDS[kind].build(), KINDS[kind].args())

@@ -197,6 +197,7 @@ def test_reversed_pieces_are_the_adjoint(case: Case) -> None:
     assert forward == sum(int((back[device] * x[device]).sum()) for device in sources)
 
 
+@pytest.mark.full
 @given(cases())
 def test_a_device_that_has_what_it_needs_serves_itself(case: Case) -> None:
     found = pieces(case.shape, case.source, case.target, case.source_rows, case.target_rows)

@@ -71,6 +71,7 @@ def test_pins_on_the_command_line(model: Path, capsys: pytest.CaptureFixture[str
     assert found["pins"]["step_s"] == found["predicted"]["step_s"]
 
 
+@pytest.mark.full
 def test_the_report_prices_every_pin(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", str(model), "--gpus", "2", "--pin", "fc=gpu:1"]) == 0
     text = capsys.readouterr().out
@@ -124,6 +125,7 @@ BAD = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("options", "words"), BAD.values(), ids=BAD)
 @pytest.mark.parametrize("command", [["analyze", "--gpus", "6"], ["verify", "--devices", "6"]], ids=lambda c: str(c[0]))
 def test_bad_pins_are_refused(
@@ -132,6 +134,7 @@ def test_bad_pins_are_refused(
     assert words in refused([*command, str(model), *options], capsys)
 
 
+@pytest.mark.full
 def test_pins_beside_a_plan_are_refused_before_the_model_is_loaded(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +147,7 @@ def test_pins_beside_a_plan_are_refused_before_the_model_is_loaded(
         assert "leave out the plan or the pins" in text
 
 
+@pytest.mark.full
 def test_pins_without_memory_for_them(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Legal one by one; together on one device too large."""
     free = analyzed([str(model), "--gpus", "1"], capsys)

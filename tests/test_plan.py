@@ -99,6 +99,7 @@ PLANS = st.builds(
 )
 
 
+@pytest.mark.full
 @given(PLANS)
 def test_every_plan_survives(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())

@@ -71,7 +71,7 @@ class Stubborn(nn.Module):
         return result
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [Masked, Spectrum, Square, nn.Identity])
 @pytest.mark.parametrize("devices", [1, 3])
 def test_models_out_of_the_ordinary_pass(make: type[nn.Module], devices: int) -> None:
@@ -111,7 +111,7 @@ class StochasticDepth(nn.Module):
         return result
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [1, 2])
 def test_draws_are_the_same_for_every_plan(devices: int) -> None:
     found = parplan.verify(StochasticDepth(), torch.randn(12, 12), devices=devices)
@@ -131,7 +131,7 @@ def test_float32_parts_are_compared_as_float32_sums(devices: int) -> None:
 HALVES = [(torch.bfloat16, 0.125, "bfloat16"), (torch.float16, 0.016, "float16")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shards", ["replicas:2", "shards:2"])
 @pytest.mark.parametrize(("dtype", "tolerance", "word"), HALVES)
 def test_parts_in_half_precision_are_compared_as_its_sums(
@@ -217,6 +217,7 @@ class Stepped(nn.Module):
         return result
 
 
+@pytest.mark.full
 def test_what_a_capture_has_of_the_example_s_number_of_samples_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few samples run by the capture of all of them: one made of these few alone has nothing stale."""
     assert parplan.verify(Stepped(), torch.randn(60, 12), devices=2).passed
@@ -229,6 +230,7 @@ def test_equal_infinities_are_no_difference() -> None:
     assert _compared("outputs", same, same).max_relative_difference == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("side", "batch", "compared"), [(1, 32, 16), (2, 32, 4), (4, 32, 2), (1, 6, 6)])
 def test_batch_norms_see_enough_values(side: int, batch: int, compared: int) -> None:
     """16 values per channel, of 1, 4 or 16 pixels a sample, where there are so many samples."""

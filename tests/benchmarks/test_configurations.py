@@ -29,6 +29,7 @@ def written(path: Path, *rows: dict[str, str]) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_rows_are_priced_and_written_beside_their_own_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +80,7 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         read(tmp_path / "empty.csv")
 
 
+@pytest.mark.full
 def test_what_saves_memory_takes_time() -> None:
     found = {
         (zero, recompute): PRICER.priced(replace(ROW, zero=zero, recompute=recompute)).step
@@ -97,6 +99,7 @@ def test_what_saves_memory_takes_time() -> None:
     assert stage.nbytes > MIXED.resident * numbers
 
 
+@pytest.mark.full
 def test_without_sequence_parallelism_norms_run_on_every_device() -> None:
     row = replace(ROW, dp=1, tp=8, pp=1, nodes=1, gpus_per_node=8)
     cut, whole = (PRICER.priced(replace(row, sequence_parallel=own)).step for own in (1, 0))
@@ -104,6 +107,7 @@ def test_without_sequence_parallelism_norms_run_on_every_device() -> None:
     assert whole.nbytes > cut.nbytes
 
 
+@pytest.mark.full
 def test_tied_weights_are_on_both_ends_of_a_pipeline() -> None:
     tied, apart = (PRICER.priced(replace(ROW, tied=own)).step for own in (1, 0))
     assert tied.nbytes == pytest.approx(apart.nbytes, rel=1e-3)
@@ -130,6 +134,7 @@ def test_the_plans_own_choice_is_no_slower_than_a_row_that_fits() -> None:
         assert found.chosen.bound_s <= found.chosen.step.seconds
 
 
+@pytest.mark.full
 def test_a_machine_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     devices = '[[devices]]\npreset = "h100-sxm"\ncount = 16\n'
     links = '[[links]]\npreset = "nvlink4"\nsize = 4\n[[links]]\npreset = "ndr400"\nsize = 16\n'

@@ -67,6 +67,7 @@ def test_table_is_consistent() -> None:
     assert ALONE.step_s == pytest.approx(0.3918, abs=5e-5)
 
 
+@pytest.mark.full
 def test_example_has_the_papers_sizes() -> None:
     assert graph_of(2).parameter_count == 61_100_840
 
@@ -120,6 +121,7 @@ def test_schemes_are_in_the_papers_order(factor: float) -> None:
     assert steps[Scheme.INTERLEAVE] < steps[Scheme.GATHER] < steps[Scheme.BROADCAST]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("gpus", "expected"), [(8, 421), (4, 842), (2, 1684)])
 def test_crossover_on_slow_links(gpus: int, expected: int) -> None:
     assert analytic(gpus) == pytest.approx(expected, rel=0.001)

@@ -69,6 +69,7 @@ def graph_of(subject: Subject) -> LayerGraph:
         return capture(subject.build(), (), subject.batch(torch.Generator()))
 
 
+@pytest.mark.full
 def test_plans_are_of_their_kind() -> None:
     graph = graph_of(DECODER)
     for devices in (2, 4):

@@ -34,6 +34,7 @@ def test_every_case_has_a_name_of_its_own() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
 
 
+@pytest.mark.full
 def test_a_case_that_ends_and_one_that_is_ended() -> None:
     small = plan(Case("blocks", 1, 2, 1), 10.0)
     assert small["status"] in ("OPTIMAL", "FEASIBLE")

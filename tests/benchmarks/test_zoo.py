@@ -140,6 +140,7 @@ class Undefined(nn.Module):
         return torch.where(torch.arange(8) > 0, result, (result - result.detach()).sqrt() * 0)
 
 
+@pytest.mark.full
 def test_a_plain_model_without_numbers_is_not_compared() -> None:
     x = torch.randn(8, 8)
     plan = parplan.analyze(Undefined(), x, gpus=2, gpu="k20", time_limit_s=1).plan

@@ -35,6 +35,7 @@ def test_a_program_in_torch_alone(plan: Path, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.startswith(f"Program written to {out}.")
 
 
+@pytest.mark.full
 def test_a_configuration_of_torchtitan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, plan, out = f"{EXAMPLES / 'gpt2.py'}", tmp_path / "plan.json", tmp_path / "planned.py"
     assert main(["analyze", target, "--gpus", "2", "--gpu", "a100", "--batch", "2", "--out", f"{plan}"]) == 0
@@ -43,6 +44,7 @@ def test_a_configuration_of_torchtitan(tmp_path: Path, capsys: pytest.CaptureFix
     assert "config.training.max_context_length = 1024" in out.read_text()
 
 
+@pytest.mark.full
 def test_a_plan_of_another_model_is_refused(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "parallel.py"
     command = ["export", f"{EXAMPLES / 'alexnet.py'}", "--batch", "8", "--plan", f"{plan}", "--out", f"{out}"]

@@ -417,11 +417,13 @@ def test_answers_without_loading_anything_heavy(words: list[str]) -> None:
     assert done.stdout.splitlines()[-1].split() == ["loaded"]
 
 
+@pytest.mark.full
 def test_a_refusal_as_a_process(tmp_path: Path) -> None:
     done = run("analyze", "model.py", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "parplan: error: model.py: no such file\n")
 
 
+@pytest.mark.full
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     """The reader is gone before the report is printed."""
     script = tmp_path / "run.py"

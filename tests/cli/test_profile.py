@@ -78,6 +78,7 @@ def test_autocast_is_not_what_was_measured(model: str, filled: Path, capsys: pyt
     assert "measured here" not in report
 
 
+@pytest.mark.full
 def test_measuring_on_the_way(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     report = words(run(f"analyze {model} --gpus 2 --measure --gpu cpu", capsys))
     assert "`parplan profile --devices 2` measures devices that work at once, and their links." in report

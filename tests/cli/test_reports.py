@@ -37,6 +37,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, decision: Decision) -> None:
     monkeypatch.setattr(api, "analyze", lambda *args, **options: decision)
 
 
+@pytest.mark.full
 def test_diff_prices_both_plans_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", "net.py", *K20, "--out", "plan.json", "--json", "of_net.json"]) == 0
     step_s = json.loads(Path("of_net.json").read_text())["predicted"]["step_s"]

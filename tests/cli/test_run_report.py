@@ -96,6 +96,7 @@ def test_a_plan_of_ones_own_is_run(model: str, tmp_path: Path, capsys: pytest.Ca
     assert "on 3 devices" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_learning_keeps_the_figures_and_plans_again(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run-report", model, "--steps", "2", "--learn"]) == 0
     out = " ".join(capsys.readouterr().out.split())

@@ -72,7 +72,7 @@ def test_loads(name: str, parameters: int, devices: dict[str, tuple[int, ...]], 
     assert found.classes == 1000
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "devices"), [pytest.param(p.values[0], p.values[2], id=p.id) for p in FIVE])
 def test_plans(name: str, devices: dict[str, tuple[int, ...]]) -> None:
     """At full size: the plan is the file's, and it has a price."""
@@ -100,7 +100,7 @@ def test_verifies(folder: Path, name: str) -> None:
     assert checked.plan.devices == found.gpus
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_runs(folder: Path, name: str) -> None:
     """Training on logical CPU devices tells two kinds of images apart, and predictions come without labels."""

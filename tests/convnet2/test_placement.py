@@ -109,6 +109,7 @@ def test_functions_of_the_file_are_not_run(tmp_path: Path) -> None:
     assert any("fc2 are not run" in note for note in read(write(tmp_path, text)).notes)
 
 
+@pytest.mark.full
 def test_the_fixtures_are_cuda_convnet2s() -> None:
     """It would have refused none of them."""
     for name in ("2gpu-model", "4gpu-data-model"):
@@ -139,6 +140,7 @@ UNLIKE = (
 )
 
 
+@pytest.mark.full
 def test_what_cuda_convnet2_refuses_runs_with_the_plain_numbers(tmp_path: Path) -> None:
     """Replicas that grow and differ, filters of two sizes in one layer, biases per position, a pass that passes."""
     found = read(write(tmp_path, UNLIKE))

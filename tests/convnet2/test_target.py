@@ -87,6 +87,7 @@ def test_refused(small: str, target: str, inputs: tuple[str, ...], params: str |
     assert said in str(refused.value)
 
 
+@pytest.mark.full
 def test_analyze(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without --gpus there are as many as the file names; the report has the notes and the pins."""
     write(tmp_path, ALL, "other.cfg")
@@ -125,6 +126,7 @@ def test_without_gpu_lines_the_solver_decides(tmp_path: Path, capsys: pytest.Cap
     assert "on 3 logical CPU devices" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_verify(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Named like its file, as `analyze` and `run-report` name it."""
     assert main(["verify", small]) == 0
@@ -133,6 +135,7 @@ def test_verify(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "PASSED" in out
 
 
+@pytest.mark.full
 def test_run_report(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run-report", small, "--steps", "2", "--batch", "8"]) == 0
     out = capsys.readouterr().out

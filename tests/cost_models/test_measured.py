@@ -136,6 +136,7 @@ LINEAR = [str(index) for index in range(1, 9)]
 RATES = st.floats(0.1, 50.0)
 
 
+@pytest.mark.full
 @given(st.sampled_from(LINEAR), st.sampled_from(LINEAR), st.sampled_from(LINEAR), RATES, RATES, RATES)
 def test_between_two_sizes_it_is_interpolated_and_beyond_them_never(
     one: str, other: str, asked: str, rate: float, another: float, backward: float

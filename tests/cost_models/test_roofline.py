@@ -88,6 +88,7 @@ def test_alexnet_on_a_k20_takes_about_the_published_time() -> None:
     assert {cost.source for cost in layers} == {Source.ESTIMATED}
 
 
+@pytest.mark.full
 @every_case("name", NETWORKS)
 @every_case("devices", [2, 3, 4])
 def test_more_devices_never_mean_more_work_for_each(name: str, devices: int) -> None:

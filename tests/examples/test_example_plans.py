@@ -26,7 +26,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("example", "name", "devices"), CASES)
 def test_plans_keep_the_numbers(example: str, name: str, devices: int) -> None:
     module, inputs = import_module(f"examples.{example}").small()
@@ -40,6 +40,7 @@ def decided(example: str, gpus: int) -> Decision:
     return parplan.analyze(module.build(), module.example_inputs(), gpus=gpus, tolerance=0.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("example", "gpus"),
     [

@@ -24,6 +24,7 @@ class Always(nn.Module):
         return torch.eye(10)[self.digit].expand(len(images), -1)
 
 
+@pytest.mark.full
 def test_the_plain_model_reads_97_percent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_digits.main(["--history", str(tmp_path / "history.json")])
     history = json.loads((tmp_path / "history.json").read_text())
@@ -33,6 +34,7 @@ def test_the_plain_model_reads_97_percent(tmp_path: Path, capsys: pytest.Capture
     assert f"test accuracy {history['accuracy']:.2%}" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_two_runs_are_the_same() -> None:
     args = train_digits.parse(["--epochs", "1", "--dtype", "float64"])
     assert train_digits.run(args, Place()) == train_digits.run(args, Place())

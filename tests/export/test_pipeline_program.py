@@ -227,8 +227,9 @@ def train(text: str, name: str, rank: int, ranks: int) -> dict[str, Tensor]:
     return {**whole, "losses": torch.stack(losses)} if losses else whole
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name == "decoder, 1f1b" else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+)
 def test_losses_and_weights_are_the_plain_models(name: str) -> None:
     made, staged = CASES[name]
     module, args = made()
@@ -383,12 +384,14 @@ REFUSED: dict[str, tuple[Made, Callable[[LayerGraph], Plan], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_cannot_express_is_refused_by_name(name: str) -> None:
     made, plan, told = REFUSED[name]
     assert re.search(told, refused(made, plan))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("begins", "cuts"),
     [

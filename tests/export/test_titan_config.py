@@ -45,6 +45,7 @@ def made(planned: Planned) -> TitanConfig:
     return titan_config(graph, planned(graph))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("planned", "degrees", "micro_batches"),
     [
@@ -70,6 +71,7 @@ def test_degrees_are_the_plans(planned: Planned, degrees: tuple[Any, ...], micro
     assert each == SAMPLES * TOKENS / copies / micro_batches
 
 
+@pytest.mark.full
 def test_stages_have_torchs_schedule_and_their_first_layers_are_said() -> None:
     found = made(staged)
     assert found.fields["parallelism.pipeline_parallel_schedule"] == "1F1B"
@@ -79,6 +81,7 @@ def test_stages_have_torchs_schedule_and_their_first_layers_are_said() -> None:
     assert gpipe.fields["parallelism.pipeline_parallel_schedule"] == "GPipe"
 
 
+@pytest.mark.full
 def test_what_differs_between_layers_is_said() -> None:
     """Columns and rows of the perceptrons alone, and one block of two replayed."""
     assert any("layers with matrices have other shards in the plan than 2" in one for one in made(cut(2)).otherwise)
@@ -88,6 +91,7 @@ def test_what_differs_between_layers_is_said() -> None:
     assert made(with_state("gathered", "keep", 2)).checkpoint == ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("saved", ["keep", "replay"])
 def test_the_function_sets_the_fields(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policies = ModuleType("torchtitan.distributed.activation_checkpoint")

@@ -223,7 +223,7 @@ def train(text: str, made: Made, rank: int, ranks: int) -> dict[str, Tensor]:
     return {**state, "losses": torch.stack(losses)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_weights_are_the_plain_models(name: str) -> None:
     text, devices = program_of(name)
@@ -267,6 +267,7 @@ def test_elementwise_ops_alone_keep_parts_between_two_cut_modules() -> None:
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("counted", [False, True])
 def test_attention_keeps_parts_where_its_code_has_the_plans_heads(counted: bool) -> None:
     """Code that says how many heads there are makes four narrow heads of one wide one."""
@@ -290,6 +291,7 @@ def test_embeddings_whose_rows_are_not_all_alike_are_left_whole_and_named() -> N
     )
 
 
+@pytest.mark.full
 def test_packed_weights_are_left_whole_and_named() -> None:
     """q, k and v of one matrix are cut section by section, which DTensor's shards are not."""
     found = said(*decoder(), planner(spread(2, "out-features"), 2))
@@ -304,6 +306,7 @@ def test_most_of_the_work_decides_between_copies_and_shards() -> None:
     assert any("2 shards of " in sentence for sentence in found.otherwise)
 
 
+@pytest.mark.full
 def test_a_schedule_of_one_group_of_devices_is_gradient_accumulation() -> None:
     """Without stages, 1f1b is one micro-batch after another."""
     module, args = decoder()

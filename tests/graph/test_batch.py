@@ -80,6 +80,7 @@ SPREAD = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_needs_the_batch_whole_gets_no_replicas(name: str) -> None:
     does, fixed = WHOLE[name]
@@ -93,6 +94,7 @@ def test_what_needs_the_batch_whole_gets_no_replicas(name: str) -> None:
         assert_same_numbers(graph, model, (rand(6, 4),), None, halves)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SPREAD)
 def test_what_treats_samples_alike_gets_replicas(name: str) -> None:
     model = Does(SPREAD[name]).double()

@@ -45,13 +45,14 @@ LAYERS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "expected"), LAYERS, ids=[name for name, _ in LAYERS])
 def test_layers_have_the_names_and_kinds_a_reader_expects(name: str, expected: str) -> None:
     found = ", ".join(f"{layer.name} {layer.kind}" for layer in captured(name).layers.values())
     assert found == expected
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_what_every_graph_of_layers_is(name: str) -> None:
     graph = captured(name)
@@ -142,6 +143,7 @@ def test_only_the_mean_of_a_loss_needs_all_samples() -> None:
     assert graph.values[rows.outputs[0]].shape == (6, 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("strategy", "value", "batch_dim", "shard_dim", "partial"),
     [

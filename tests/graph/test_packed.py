@@ -25,7 +25,7 @@ def _widest(graph: LayerGraph, layer: Layer) -> Strategy:
     return Strategy()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_projection_is_cut_as_its_reader_cuts_it(name: str) -> None:
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def test_a_packed_projection_is_cut_as_its_reader_cuts_it(name: str) -> None:
         assert axis.sections[parameter] == axis.sections[value]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", GROUPED)
 def test_neighbours_share_heads_of_keys(name: str) -> None:
     """Eight (or four) heads of queries in four shards, two heads of keys."""
@@ -174,6 +174,7 @@ class _Halves(Grouped):
         super().__init__(_differences, heads=8)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [_ScoresApart, _DepthwiseBeforeHeads, _Halves])
 def test_products_are_cut_by_heads_wherever_their_projections_were_packed(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -206,6 +207,7 @@ class _SummedToo(nn.Module):
         return heads.transpose(1, 2).reshape(*x.shape[:2], 16), torch.matmul(x, self.weight * 0.5)
 
 
+@pytest.mark.full
 def test_what_all_shards_have_whole_is_not_summed_up_by_each() -> None:
     torch.manual_seed(0)
     model, x = _SummedToo().double(), torch.randn(3, 5, 24, dtype=torch.float64)

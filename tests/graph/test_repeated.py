@@ -48,6 +48,7 @@ def graph_of(blocks: list[nn.Module]) -> LayerGraph:
     return capture(Deep(blocks), (torch.zeros(4, 8),))
 
 
+@pytest.mark.full
 def test_equal_blocks_are_found_with_their_first_layer() -> None:
     graph = graph_of([Block(8) for _ in range(6)])
     (found,) = repeated_blocks(graph)
@@ -57,6 +58,7 @@ def test_equal_blocks_are_found_with_their_first_layer() -> None:
     assert names[found.end - 1].startswith("blocks.5.")
 
 
+@pytest.mark.full
 def test_the_layers_of_one_block_stand_for_those_between_first_and_last() -> None:
     graph = graph_of([Block(8) for _ in range(6)])
     found = fold(graph, 1)
@@ -68,6 +70,7 @@ def test_the_layers_of_one_block_stand_for_those_between_first_and_last() -> Non
     assert found.describe(graph).startswith("6 equal blocks of ")
 
 
+@pytest.mark.full
 def test_blocks_of_two_widths_are_two_runs() -> None:
     graph = graph_of([*(Block(8, 8) for _ in range(4)), *(Block(8, 16) for _ in range(5))])
     assert [own.copies for own in repeated_blocks(graph)] == [4, 5]
@@ -105,11 +108,13 @@ def skipping() -> list[nn.Module]:
     return [Skip() for _ in range(6)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("blocks", [shared, skipping])
 def test_shared_weights_and_inputs_from_far_behind_keep_blocks_apart(blocks: Callable[[], list[nn.Module]]) -> None:
     assert fold(graph_of(blocks()), 1) is None
 
 
+@pytest.mark.full
 def test_few_layers_are_planned_one_by_one() -> None:
     assert fold(graph_of([Block(8) for _ in range(6)])) is None
     assert fold(graph_of([Block(8) for _ in range(20)])) is not None

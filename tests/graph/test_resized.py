@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,14 @@ from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import CaptureError
 from parplan.graph.capture.capture import capture
-from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.repeated import repeated_blocks
 from parplan.graph.resized import at_batch, with_fewer_blocks
 from parplan.plan import Plan, Strategy
-from parplan.planner.decide import PlanRequest, decide, predict
+from parplan.planner.decide import predict
+from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.strategies import strategies
+from parplan.planner.solver.problem import Problem
 from tests.kinds import KINDS, Block
 
 K20 = cluster_preset("k20", 2)
@@ -49,6 +52,18 @@ def _first(argument: Any, samples: int) -> Any:
     return argument[:samples]
 
 
+def most_split(layer: Layer, batch: int) -> Strategy:
+    return own[-1] if (own := strategies(layer, batch, [(0, 1)])) else Strategy()
+
+
+def problem(graph: LayerGraph) -> Problem:
+    """The search for a plan: what every strategy of every layer takes, and every transfer between two."""
+    candidates = {
+        name: strategies(layer, graph.batch or 0, [(0,), (1,), (0, 1)]) for name, layer in graph.layers.items()
+    }
+    return formulate(graph, K20, RooflineCosts(graph, K20), candidates).problem
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["flat", "encoder", "unet", "language"])
 def test_it_is_as_if_captured_at_that_batch(name: str) -> None:
@@ -57,8 +72,10 @@ def test_it_is_as_if_captured_at_that_batch(name: str) -> None:
         assert made.batch == meant.batch
         assert made.values == meant.values
         assert {n: layer.batch for n, layer in made.layers.items()} == {n: o.batch for n, o in meant.layers.items()}
-        request = PlanRequest(scheme="gather")
-        prices = [decide(g, K20, RooflineCosts(g, K20), request).prediction for g in (made, meant)]
+        np.testing.assert_equal(*(asdict(problem(graph)) for graph in (made, meant)))
+        layers = {name: most_split(layer, meant.batch or 0) for name, layer in meant.layers.items()}
+        plan = Plan(meant.model, meant.fingerprint, meant.batch or 0, 2, layers)
+        prices = [predict(graph, K20, RooflineCosts(graph, K20), plan) for graph in (made, meant)]
         assert prices[0] == prices[1]
 
 
@@ -73,6 +90,7 @@ def test_what_is_not_in_proportion_is_refused() -> None:
         at_batch(captured("functions", 12), 6)
 
 
+@pytest.mark.full
 def test_nonsense_is_refused() -> None:
     graph = captured("flat", 4)
     with pytest.raises(CaptureError, match="a batch of 0"):
@@ -99,6 +117,7 @@ class Deep(nn.Module):
         return self.last(x + x.mean(1, keepdim=True)), tap
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("copies", [3, 5])
 def test_fewer_blocks_are_as_if_captured_with_so_many(copies: int) -> None:
     inputs = (torch.randn(4, 5, 6),)
@@ -113,10 +132,7 @@ def test_fewer_blocks_are_as_if_captured_with_so_many(copies: int) -> None:
     for batch in (4, 8):
         held = []
         for graph in (at_batch(made, batch), at_batch(few, batch)):
-            layers = {
-                name: own[-1] if (own := strategies(layer, batch, [(0, 1)])) else Strategy()
-                for name, layer in graph.layers.items()
-            }
+            layers = {name: most_split(layer, batch) for name, layer in graph.layers.items()}
             costs = RooflineCosts(graph, K20)
             plan = Plan(graph.model, graph.fingerprint, batch, 2, layers)
             held.append((costs.memory_over_step(layers).tolist(), predict(graph, K20, costs, plan).step_s))
@@ -124,6 +140,7 @@ def test_fewer_blocks_are_as_if_captured_with_so_many(copies: int) -> None:
     assert with_fewer_blocks(few, repeated_blocks(few)[0], copies) is few
 
 
+@pytest.mark.full
 def test_what_is_taken_from_a_block_in_the_middle_is_refused() -> None:
     graph = capture(Deep(9, tapped=True), (torch.randn(4, 5, 6),))
     (blocks,) = repeated_blocks(graph)

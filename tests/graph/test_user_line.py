@@ -96,6 +96,7 @@ def test_a_constant_index_out_of_range_names_layer_and_line_of_the_capture() -> 
         parplan.analyze(model, torch.zeros(8, 6), gpus=2, gpu="k20")
 
 
+@pytest.mark.full
 def test_values_are_named_as_the_model_names_them() -> None:
     graph = capture(Words(), (torch.zeros(8, 6, dtype=torch.long),))
     layer = graph.layers["net.2"]

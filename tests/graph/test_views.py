@@ -41,6 +41,7 @@ def factorisations(draw: st.DrawFn, size: int) -> list[int]:
     return draw(st.permutations(shape + [1] * draw(st.integers(0, 2))))
 
 
+@pytest.mark.full
 @given(st.data())
 def test_merges_and_splits(data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([6, 12, 24, 36]))
@@ -67,17 +68,20 @@ def test_which_axes_a_view_keeps(before: list[int], after: list[int], axes: set[
     assert {(axis.dims["x0"], axis.dims[result]) for axis in leading} == axes
 
 
+@pytest.mark.full
 @given(st.lists(SIZES, min_size=1, max_size=4), st.data())
 def test_permutations(shape: list[int], data: st.DataObject) -> None:
     assert_cuts_agree("permute", tensor(shape), data.draw(st.permutations(range(len(shape)))))
 
 
+@pytest.mark.full
 @given(st.lists(st.tuples(SIZES, st.booleans()), min_size=1, max_size=3), st.lists(SIZES, max_size=2))
 def test_expansions(dims: list[tuple[int, bool]], more: list[int]) -> None:
     before = [1 if repeated else size for size, repeated in dims]
     assert_cuts_agree("expand", tensor(before), more + [size for size, _ in dims])
 
 
+@pytest.mark.full
 @given(st.lists(SIZES, min_size=1, max_size=4), st.data())
 def test_squeezes(shape: list[int], data: st.DataObject) -> None:
     dims = data.draw(st.lists(st.integers(0, len(shape) - 1), unique=True, min_size=1))

@@ -36,6 +36,7 @@ def test_a_missing_library_is_named_with_its_extra() -> None:
         library("no_such_library", "lightning")
 
 
+@pytest.mark.full
 def test_parplan_imports_no_trainer() -> None:
     code = "import sys, parplan.api, parplan.runtime.module.compiled as c; c; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout

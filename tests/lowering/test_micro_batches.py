@@ -42,6 +42,7 @@ def hows(graph: LayerGraph) -> list[How]:
     return [found[value].how for value in graph.user_outputs if isinstance(value, str)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
@@ -70,6 +71,7 @@ def test_a_mean_over_targets_is_weighed_by_what_counts() -> None:
     assert plain.counts is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("result", "words"),
     [
@@ -103,6 +105,7 @@ class Written(nn.Module):
         return result
 
 
+@pytest.mark.full
 def test_a_buffer_that_the_forward_writes_is_refused() -> None:
     with pytest.raises(PlanError, match="seen: is written in the forward"):
         combinations(capture(Written(), (torch.randn(4, 8),)))

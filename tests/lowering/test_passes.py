@@ -134,6 +134,7 @@ def listed(found: Staged) -> str:
     return "\n".join(f"{name}: {', '.join(map(words, steps))}" for name, steps in parts)
 
 
+@pytest.mark.full
 def test_a_staged_program_as_a_table() -> None:
     """The next pass's samples leave before this one computes; a pass goes back before the next one computes."""
     expected = """
@@ -164,6 +165,7 @@ def test_results_that_a_loss_waits_for_leave_before_samples_of_the_next_pass_go_
     assert [line for line in lines if "forward" in line] == textwrap.dedent(expected).strip().splitlines()
 
 
+@pytest.mark.full
 def test_no_order_pass_by_pass_where_something_needs_the_samples_of_several_passes() -> None:
     """A loss inside the model runs on all results; a result of a layer in front is there before the passes."""
     one, two = Strategy(), Strategy(2, devices=(0, 1))
@@ -176,6 +178,7 @@ def test_no_order_pass_by_pass_where_something_needs_the_samples_of_several_pass
         assert found.staged is None
 
 
+@pytest.mark.full
 def test_staged_steps_are_the_same_steps_pass_by_pass() -> None:
     for scheme, devices, fewest in ((Scheme.BROADCAST, 4, 1), (Scheme.INTERLEAVE, 4, 2), (Scheme.BROADCAST, 2, 1)):
         found = program(devices, scheme, fewest)
@@ -208,6 +211,7 @@ def test_one_pass_is_on_its_way_while_another_is_computed_there_and_back() -> No
         assert not [text for text in texts if f"#{number + 2}" in text]
 
 
+@pytest.mark.full
 def test_passes_know_every_process_own_samples() -> None:
     samples = [one.samples for one in staged(program(2, Scheme.BROADCAST)).passes]
     assert samples == [((Range(0, 2),), ()), ((), (Range(0, 2),))]
@@ -255,6 +259,7 @@ def hooked(seen: list[tuple[int, ...]], narrow: set[str]) -> Compiled:
     return Compiled(net, planner(table, 2, Scheme.INTERLEAVE), devices=["cpu"] * 2)
 
 
+@pytest.mark.full
 def test_hooks_are_called_once_per_pass() -> None:
     seen: list[tuple[int, ...]] = []
     hooked(seen, {"2.pre_hooks", "2", "2.hooks", "3", "4"})(torch.randn(8, 6, dtype=torch.float64)).sum().backward()

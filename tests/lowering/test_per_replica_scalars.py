@@ -64,7 +64,7 @@ def same_gradients(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pull", [torch.mean, torch.sum, lambda t: (t * torch.arange(1, len(t) + 1)).sum()])
 @pytest.mark.parametrize("samples", [12, 7, 2])
 @pytest.mark.parametrize("loss", LOSSES)
@@ -107,6 +107,7 @@ def test_several_numbers_and_a_result_with_samples() -> None:
     same_gradients(model, plain)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["out-features", "in-features"])
 def test_shards_are_gathered_for_the_loss_of_their_replica(kind: str) -> None:
     """Two replicas of two shards each feed the loss: two numbers, each on the first device of its replica."""
@@ -122,6 +123,7 @@ def test_shards_are_gathered_for_the_loss_of_their_replica(kind: str) -> None:
     same_gradients(model, plain)
 
 
+@pytest.mark.full
 def test_evaluation_and_tokens() -> None:
     """Samples merged with positions, as language models do before their loss."""
 
@@ -160,6 +162,7 @@ class Counted(nn.Module):
         return x.square().sum() / x.shape[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("net", "why"), [(Scaled, "other layers read this number too"), (Counted, "use mean\\(\\)")])
 def test_what_has_no_number_per_replica_is_refused(net: Callable[[], nn.Module], why: str) -> None:
     model = compiled(nn.Sequential(mlp(), net()), spread(2, "data"), 2, scalars="per_replica")

@@ -116,6 +116,7 @@ def test_in_flight() -> None:
     assert [most_in_flight(own, 2) for own in orders("1f1b", 4, 8, 8)] == [5.5, 4.5, 3.5, 2.5]
 
 
+@pytest.mark.full
 def test_stages_follow_from_devices() -> None:
     graph = capture(Tower(4), tokens(8))
     for groups, rounds in ((1, 1), (2, 1), (2, 2), (3, 1)):

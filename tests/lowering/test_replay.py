@@ -140,6 +140,7 @@ class Recurrent(nn.Module):
         return result
 
 
+@pytest.mark.full
 def test_dropout_within_recurrent_layers_is_refused() -> None:
     """cuDNN has a generator of its own for it."""
     (unit,) = units(capture(Recurrent(0.0), (torch.zeros(8, 3, 8),)))

@@ -75,6 +75,7 @@ ONCE: dict[str, tuple[Formula, int]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("formula", "samples"), ONCE.values(), ids=ONCE)
 def test_others_run_where_the_plan_says(formula: Formula, samples: int) -> None:
     graph = _graph(formula, samples)

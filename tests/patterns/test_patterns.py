@@ -40,7 +40,7 @@ def workers() -> Iterator[Mapping[str, Workers]]:
         yield {"one": one, "ranks": ranks}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "cell"), _cells())
 def test_a_pattern_is_right_or_refused(workers: Mapping[str, Workers], name: str, cell: str) -> None:
     trouble = PATTERNS[name].trouble(cell, launched(workers[cell.split("/")[0]], name, cell))

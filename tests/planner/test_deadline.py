@@ -77,6 +77,7 @@ def test_a_solve_that_its_limit_ended_is_told(limit_s: float, hit: bool) -> None
     assert deadline.hit == hit
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [4, 16])
 def test_nothing_is_formulated_after_the_limit(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that are left out are neither called covered nor above the bound, which is the least work."""
@@ -101,6 +102,7 @@ def test_nothing_is_formulated_after_the_limit(devices: int, monkeypatch: pytest
     assert decision.proof.gap == pytest.approx(1 - decision.proof.bound / decision.proof.objective)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [4, 16])
 def test_a_limit_ends_the_formulation_of_a_shape(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, done = Clock(), list[Shape]()

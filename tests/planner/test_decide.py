@@ -56,7 +56,7 @@ def test_no_combination_of_strategies_is_faster(devices: int, rules: str) -> Non
     assert decision.prediction.step_s == pytest.approx(best, rel=1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, *(pytest.param(n, marks=pytest.mark.full) for n in (6, 7, 8))])
 def test_plans_are_proven_and_legal_for_any_number_of_devices(devices: int) -> None:
     decision = decided(classifier(), cluster_preset(SLOW, devices))
@@ -73,6 +73,7 @@ def test_plans_are_proven_and_legal_for_any_number_of_devices(devices: int) -> N
     assert all(parts.step_s <= step_s * (1 + 1e-6) for step_s in legal)
 
 
+@pytest.mark.full
 def test_strict_plans_obey_r2_to_r4() -> None:
     decision = decided(classifier(), cluster_preset(SLOW, 4), PlanRequest(rules="strict"))
     assert decision.plan.rules == "strict"
@@ -91,6 +92,7 @@ def test_changes_by_alternatives_equal_a_full_evaluation() -> None:
             assert base.objective + change.total_s == pytest.approx(evaluate(problem, tried).objective)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tolerance", [0.0, 0.03])
 def test_alternatives_of_a_layer_are_priced_by_the_objective_and_end_in_the_reason(tolerance: float) -> None:
     graph, decision = classifier(), decided(classifier(), cluster_preset(SLOW, 4), PlanRequest(tolerance=tolerance))
@@ -143,6 +145,7 @@ def test_batch_norm_counts_as_the_plan_has_it() -> None:
     assert plan_by_hand([replace(by_hand[0], fits=False), replace(by_hand[1], fits=False)], 1.0, 0.03) is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("link", ["nvlink2", "pcie2"])
 def test_the_plan_is_the_one_that_is_advised(link: str) -> None:
     """The plan's figures, its strategies and its name are those of one plan, which the fastest is compared with."""
@@ -175,6 +178,7 @@ def test_one_device_that_is_advised_is_used_alone() -> None:
     assert started.prediction.step_s <= 1.03 * fastest.prediction.step_s
 
 
+@pytest.mark.full
 def test_a_plan_that_the_user_decides_in_part_is_not_replaced() -> None:
     graph, cluster = perceptron(), cluster_preset(SLOW, 2)
     pinned = decided(graph, cluster, PlanRequest(pins=read_pins(["0=shards:2"])))
@@ -280,6 +284,7 @@ class Scored(nn.Module):
         return functional.cross_entropy(self.scores(x), target)
 
 
+@pytest.mark.full
 def test_strict_rules_keep_a_loss_whole() -> None:
     """R7: a vocabulary that dwarfs the rest is cut by default, and the report says so; never by the strict rules."""
     net = Scored(96 * 48)
@@ -293,6 +298,7 @@ def test_strict_rules_keep_a_loss_whole() -> None:
     assert free.prediction.step_s < strict.prediction.step_s
 
 
+@pytest.mark.full
 def test_statistics_are_exchanged_of_what_a_batch_norm_normalises_not_of_what_its_layer_reads_first() -> None:
     graph = counted()
     assert graph.layers["norm@1"].inputs[0] == "add"  # the counter
@@ -302,6 +308,7 @@ def test_statistics_are_exchanged_of_what_a_batch_norm_normalises_not_of_what_it
     assert any(option.batch_norm_sync_s > 0 for option in first)
 
 
+@pytest.mark.full
 def test_one_device_costs_the_same_however_many_there_are_to_plan_for() -> None:
     alone = decided(perceptron(), cluster_preset(SLOW, 1)).prediction
     for devices in (2, 5, 8):
@@ -321,6 +328,7 @@ def test_one_device_is_one_device_when_memory_makes_plans_spread() -> None:
     assert (one.memory_bytes, one.fits) == (needed, False)
 
 
+@pytest.mark.full
 def test_data_parallel_has_unequal_parts_when_the_batch_does_not_divide() -> None:
     graph, cluster = perceptron(), cluster_preset(SLOW, 5)
     strict, free = (
@@ -334,7 +342,7 @@ def test_data_parallel_has_unequal_parts_when_the_batch_does_not_divide() -> Non
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("devices", "step"),
-    [(1, 3), (2, 9), (3, 27)],  # a search just below what the fastest plan takes is the longest
+    [(1, 3), (2, 18), (3, 27)],  # a search just below what the fastest plan takes is the longest
 )
 def test_at_every_memory_a_plan_fits_with_its_transfers_or_is_refused(devices: int, step: int) -> None:
     """The solver estimates transfers; whatever it takes them for, a plan that would run out of memory is no answer."""
@@ -354,6 +362,7 @@ def test_at_every_memory_a_plan_fits_with_its_transfers_or_is_refused(devices: i
     assert outcomes == {"refused", "fits"}
 
 
+@pytest.mark.full
 def test_a_search_that_ends_with_a_plan_that_does_not_fit_names_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -364,6 +373,7 @@ def test_a_search_that_ends_with_a_plan_that_does_not_fit_names_what_is_missing(
         decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest())
 
 
+@pytest.mark.full
 def test_baselines_are_held_to_the_same_memory_as_the_plan() -> None:
     """A baseline that would run out of memory with its transfers must not be said to fit, and so be advised."""
     graph, cluster = classifier(), cluster_preset(SLOW, 2)
@@ -379,6 +389,7 @@ def test_baselines_are_held_to_the_same_memory_as_the_plan() -> None:
         assert [one.fits for one in tight.baselines if one.name == baseline.name] == [False]
 
 
+@pytest.mark.full
 def test_tensor_shards_inside_hosts_are_a_baseline_on_several() -> None:
     graph, cluster = classifier(), cluster_preset(SLOW, 2)
     assert "tensor x data parallel" not in {one.name for one in decided(graph, cluster).baselines}
@@ -392,6 +403,7 @@ def test_tensor_shards_inside_hosts_are_a_baseline_on_several() -> None:
     assert found.step_s == pytest.approx(predict(graph, hosts, RooflineCosts(graph, hosts), found.plan).step_s)
 
 
+@pytest.mark.full
 def test_a_model_of_one_batch_size_is_told_why_it_has_no_replicas() -> None:
     graph = replace(classifier(), one_batch="for 32: Net cannot be captured: RuntimeError: shape '[16, 4]' is invalid")
     notes = decided(graph, cluster_preset(SLOW, 2)).notes

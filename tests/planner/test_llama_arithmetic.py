@@ -120,6 +120,7 @@ def test_embedding_head_and_mlp_are_cut() -> None:
         assert cut[f"{block}.down"] == (4, 2, "in-features")
 
 
+@pytest.mark.full
 def test_products_sums_and_updates_take_what_arithmetic_says() -> None:
     graph, _, costs, decision = planned()
     every, plan, whole = graph.layers, decision.plan.layers, Strategy(8, 1, None, ALL)
@@ -141,6 +142,7 @@ def test_products_sums_and_updates_take_what_arithmetic_says() -> None:
         assert costs.reduction(every[name], whole) == pytest.approx(sum_s(table, 8), rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "target", "kind", "received"),
     [

@@ -42,7 +42,7 @@ def in_micro_batches(problem: Problem, count: int) -> Problem:
     return replace(problem, costs=costs)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,6 +56,7 @@ def test_t_is_the_simulated_step(kind: str, seed: int, count: int) -> None:
         assert own == pytest.approx(1.0, rel=1e-9) if kind in SERIAL else abs(own - 1) <= 1.1 * abs(once - 1) + 1e-9
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", SERIAL)
 def test_only_the_last_micro_batch_sums_and_updates(kind: str) -> None:
     problem = drawn(kind, 1)
@@ -162,12 +163,14 @@ def test_no_plan_in_other_micro_batches_is_faster(seed: int) -> None:
     assert fits(own.graph, tight, own.costs, found.plan.layers)
 
 
+@pytest.mark.full
 def test_a_plan_that_fits_has_one_micro_batch() -> None:
     graph, cluster = model(random.Random(3))
     found = decided(graph, cluster)
     assert (found.plan.micro_batches, found.micro_batches) == (1, ())
 
 
+@pytest.mark.full
 def test_what_needs_all_samples_is_not_cut() -> None:
     graph = capture(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), (torch.zeros(64, 64),))
     with pytest.raises(PlanError, match="1: takes its statistics of all samples"):

@@ -51,7 +51,7 @@ def every_block(count: int) -> list[tuple[int, ...]]:
     return [tuple(d for d, used in enumerate(mask) if used) for mask in chosen if any(mask)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("link", [LINK, replace(LINK, latency_s=1e-5, bandwidth_bytes_per_s=1e8)], ids=["fast", "slow"])
 @in_every_order
 def test_no_choice_of_devices_is_faster(devices: tuple[Device, ...], link: Link) -> None:
@@ -65,6 +65,7 @@ def test_no_choice_of_devices_is_faster(devices: tuple[Device, ...], link: Link)
     assert decision.prediction.step_s == pytest.approx(brute_force(problem).objective, rel=1e-6)
 
 
+@pytest.mark.sampled(1)
 @in_every_order
 def test_the_two_gpus_and_not_the_slow_one(devices: tuple[Device, ...]) -> None:
     decision = decided(perceptron(96), cluster_of(*devices))
@@ -78,7 +79,7 @@ def test_the_two_gpus_and_not_the_slow_one(devices: tuple[Device, ...]) -> None:
     assert {strategy.devices for strategy in one.layers.values()} == {gpus_of(devices)[:1]}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @in_every_order
 def test_memory_is_each_devices_own(devices: tuple[Device, ...]) -> None:
     """On GPUs that hold a third of the model the slow device, which has room, takes the rest."""

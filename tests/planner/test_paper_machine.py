@@ -116,7 +116,7 @@ def all_sharded(decision: Decision, names: Sequence[str]) -> bool:
 # ---- the decisions ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 @pytest.mark.parametrize("gpus", FEW_GPUS)
 def test_at_128_images_convolutions_are_replicated_and_fc6_and_fc7_sharded(gpus: int, optimizer: str) -> None:
@@ -128,6 +128,7 @@ def test_at_128_images_convolutions_are_replicated_and_fc6_and_fc7_sharded(gpus:
     assert plain.step_s > 1.03 * found.prediction.step_s  # no tie
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gpus", FEW_GPUS)
 def test_at_16_times_the_batch_nothing_is_sharded(gpus: int) -> None:
     """No plan gains a thousandth by it."""
@@ -143,7 +144,7 @@ def test_the_file_of_the_machine_decides_as_the_preset(each: int) -> None:
     assert decided(alexnet(each * 8), cluster).plan == on_paper(each, 8).plan
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize(("optimizer", "overlap"), [("momentum", 0.25), ("momentum", 0.75), ("adam", 0.5)])
 def test_in_one_pass_the_decisions_do_not_hang_on_a_half(gpus: int, optimizer: str, overlap: float) -> None:
@@ -154,7 +155,7 @@ def test_in_one_pass_the_decisions_do_not_hang_on_a_half(gpus: int, optimizer: s
     assert (many["fc6"].replicas, many["fc7"].replicas) == (gpus, gpus)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("gpus", FEW_GPUS)
 def test_they_hang_on_there_being_some_of_both(gpus: int) -> None:
     """With all of the sums hidden, replicas tie at 128; with nothing hidden shards save their update at any batch."""
@@ -170,6 +171,7 @@ def copies(found: Optimum) -> list[float]:
     return [log2(found.layers[name].replicas) for name in names]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gpus", GPUS)
 def test_a_larger_batch_only_ever_moves_layers_towards_replicas(gpus: int) -> None:
     found = [copies(optimum(alexnet(each * gpus), paper(gpus, room=True))) for each in (32, 128, 512, 2048)]

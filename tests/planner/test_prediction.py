@@ -88,6 +88,7 @@ def test_the_objective_is_what_a_clock_shows(
     assert found == pytest.approx(run_by_hand(formulation, choice, said), rel=1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("overlap", "late"), [(0.0, 0.0), (0.3, 0.0), (0.8, 0.0), (1.0, 0.5), (0.8, 0.5)])
 @pytest.mark.parametrize("link", ["10gbe", None])
 def test_the_solver_finds_the_best_where_reductions_cannot_hide(overlap: float, late: float, link: str | None) -> None:
@@ -111,7 +112,7 @@ def check_sums(found: Prediction, said: StepCost) -> None:
     assert 0 <= found.low_s <= found.step_s <= found.high_s
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("name", PLANS)
 def test_parts_add_up_to_the_step_and_the_range_has_it(name: str, devices: int) -> None:
@@ -124,6 +125,7 @@ def test_parts_add_up_to_the_step_and_the_range_has_it(name: str, devices: int) 
             check_sums(predict(graph, cluster, Said(graph, cluster, said), plan), said)
 
 
+@pytest.mark.full
 def test_an_overhead_is_paid_by_every_plan_and_changes_no_choice() -> None:
     """Of plans that take equally long on other devices either may be chosen."""
     graph, cluster = classifier(), cluster_preset("k20", 4)
@@ -169,6 +171,7 @@ def test_doubt_makes_the_range_and_nothing_else() -> None:
     assert added > 0
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("seed", range(24))
 def test_one_of_the_devices_with_the_same_layers_is_enough_to_follow(seed: int) -> None:
     graph, draw = (perceptron, classifier)[seed % 2](), Random(seed)

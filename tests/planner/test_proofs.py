@@ -29,7 +29,7 @@ GAIN = 0.001
 """Most of a step that a plan may save against one that is called OPTIMAL."""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", KINDS)
 def test_t_is_off_by_no_more_than(kind: str, seed: int) -> None:
@@ -59,7 +59,7 @@ def test_no_simulated_step_is_below_its_bound(kind: str, seed: int, scheme: Sche
             assert simulated_s(plan, problem) >= bounds[passes][index] * (1 - 1e-9)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
 def test_hardly_a_plan_beats_one_that_is_called_optimal(kind: str, seed: int) -> None:
@@ -69,6 +69,7 @@ def test_hardly_a_plan_beats_one_that_is_called_optimal(kind: str, seed: int) ->
     assert found.chosen.status != proofs.OPTIMAL or found.gain <= (0.0 if kind in CHAINS else GAIN)
 
 
+@pytest.mark.full
 def test_a_branch_on_all_devices_stands_beside_branches_that_have_one_each() -> None:
     """Two experts at the same time, the third cut over both devices: 4 % faster than what was called OPTIMAL once."""
     found = proofs.beaten(drawn("experts", 8, 2))
@@ -76,6 +77,7 @@ def test_a_branch_on_all_devices_stands_beside_branches_that_have_one_each() -> 
     assert (found.chosen.status, found.whole, found.faster) == (proofs.OPTIMAL, True, ())
 
 
+@pytest.mark.full
 def test_figures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     proofs.main(["--seeds", "2", "--kinds", "residual", "--json", str(tmp_path / "drawn.json")])
     found = json.loads((tmp_path / "drawn.json").read_text(encoding="utf-8"))
@@ -87,6 +89,7 @@ def test_figures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "1 of 1 plans are called OPTIMAL; 0 of them are beaten" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_bound_is_branched_on_by_choices_of_its_own_problem() -> None:
     """Cut off twice, so that fewer strategies are left than when prices were first combined."""
     found = proofs.chosen(drawn("towers", 2, 4))[1]

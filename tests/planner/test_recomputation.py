@@ -41,7 +41,7 @@ def replaying(plan: Plan, names: Iterable[str]) -> Plan:
     return plan.with_layers({name: replace(plan.layers[name], saved="replay") for name in names})
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,6 +71,7 @@ def test_t_is_the_simulated_step(kind: str, micro_batches: int, seed: int) -> No
                     assert all(few <= 1.01 * peak for few, peak in zip(least, peaks, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_t_of_equal_blocks_is_the_simulated_step(micro_batches: int) -> None:
     net = GPT2(Sizes(layers=12, width=64, heads=2, tokens=100, positions=32))
@@ -153,6 +154,7 @@ def test_memory_asks_for_it() -> None:
     assert "run forward again before it (activation checkpointing)" in " ".join(text.split())
 
 
+@pytest.mark.full
 def test_plans_by_hand_come_first() -> None:
     """Where all state gathered and all units replayed is what fits, a search that has no time ends with it."""
     net = GPT2(Sizes(layers=6, width=64, heads=2, tokens=100, positions=32))
@@ -177,6 +179,7 @@ def test_plans_by_hand_come_first() -> None:
     assert found.prediction.step_s <= by_hand.step_s * (1 + request.tolerance)
 
 
+@pytest.mark.full
 def test_a_pin_replays_the_unit() -> None:
     graph, cluster = deep(), cluster_preset("a100", 1)
     found = decided(graph, cluster, "0=saved:replay")

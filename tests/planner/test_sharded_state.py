@@ -42,7 +42,7 @@ def in_slices(plan: Plan, draw: random.Random, *states: str) -> Plan:
     return plan.with_layers({name: replace(own, state=draw.choice(states)) for name, own in plan.layers.items()})
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,6 +59,7 @@ def test_t_is_the_simulated_step(kind: str, micro_batches: int, seed: int) -> No
             assert own == pytest.approx(1.0, rel=1e-9) if kind in SERIAL else abs(own - 1) <= abs(other - 1) + 0.01
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_t_of_equal_blocks_is_the_simulated_step(micro_batches: int) -> None:
     """Folded where all matrices of a block are gathered again, or none; else layer by layer."""
@@ -147,7 +148,7 @@ def certain_bytes(problem: Problem, plan: Plan) -> list[int]:
     return found
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,6 +212,7 @@ def test_plans_by_hand_have_replicated_state() -> None:
     assert found.pins is not None
 
 
+@pytest.mark.full
 def test_a_pin_of_state() -> None:
     graph, cluster = wide(), cluster_preset("a100", 4)
     assert decided(graph, cluster, "2=state:sharded replicas:2").plan.sharded == ("2",)

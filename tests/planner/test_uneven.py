@@ -46,7 +46,7 @@ def decided(graph: LayerGraph, devices: int, *pins: str, kind: str = "v100-sxm2"
     return driver.decide(graph, cluster, RooflineCosts(graph, cluster), request)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [3, 5, 6, 7])
 def test_256_samples_are_nearly_as_fast_as_a_batch_that_divides(devices: int) -> None:
     batch = -(-256 // devices) * devices
@@ -74,6 +74,7 @@ def test_strict_rules_keep_equal_parts() -> None:
     assert rival.step_s is None
 
 
+@pytest.mark.full
 def test_unequal_parts_that_gain_too_little_are_not_taken() -> None:
     even = decided(images(), 3, rules="strict", tolerance=0.0, started_ranks=True)
     taken = decided(images(), 3, tolerance=0.0, started_ranks=True)
@@ -111,6 +112,7 @@ def test_devices_that_divide_the_batch_are_offered_nothing_new() -> None:
 # ---- pins ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_pin_may_ask_for_unequal_parts() -> None:
     decision = decided(perceptron(), 6, "0=replicas:5", kind="k20")
     assert decision.plan.layers["0"].replicas == 5
@@ -132,6 +134,7 @@ def test_a_scheme_with_passes_keeps_equal_parts(scheme: str) -> None:
     assert uneven_replicas(decision.plan, at_batch(perceptron(), 11)) == ()
 
 
+@pytest.mark.full
 def test_updates_between_passes_keep_equal_parts() -> None:
     decision = decided(at_batch(perceptron(), 10), 4, "0=update:1", kind="k20")
     assert uneven_replicas(decision.plan, at_batch(perceptron(), 10)) == ()

@@ -105,6 +105,7 @@ def test_parts_are_all_that_the_planner_prices() -> None:
     assert all(len(part.strategy.devices) == count for count, own in parts.items() for part in own)
 
 
+@pytest.mark.full
 def test_one_device(file: Path) -> None:
     first = profile(Perceptron().load, settings(file))
     assert first.outcome == Outcome(len(distinct(1)), 0, 0)
@@ -169,6 +170,7 @@ class Watcher:
         self.advances.append((done, total))
 
 
+@pytest.mark.full
 def test_progress_and_an_interrupt(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "MOST_PARTS", 2)
     everything = len(distinct(1))

@@ -78,6 +78,7 @@ def check_all(name: str) -> None:
         harmless(printed(partial(render_diff, found, (name, name), {name: (1.0, 2.0)})), name)
 
 
+@pytest.mark.full
 @every_case("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_names_are_text_on_the_terminal(name: str) -> None:
     check_all(name)

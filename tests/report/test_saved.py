@@ -54,6 +54,7 @@ def test_reports_fit_the_schema(name: str) -> None:
     assert list(violations(data, json_schema())) == []
 
 
+@pytest.mark.full
 def test_a_decision_fits_the_schema() -> None:
     graph, cluster = classifier(), cluster_preset("k20", 4)
     found = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest())

@@ -24,6 +24,7 @@ def test_report_is_the_golden_one(name: str, width: int) -> None:
     assert printed(DECISIONS[name](), width) == golden(name, width).read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 @every_case("detail", list(Detail))
 @every_case("width", [50, 60, 80, 100, 200])
 @every_case("name", sorted(DECISIONS))

@@ -37,6 +37,7 @@ def _small(decision: Decision) -> Decision:
     return replace(decision, plan=plan, layers=(layer,), parameters=1, passes=None)
 
 
+@pytest.mark.full
 @every_case("detail", Detail)
 @every_case("name", DECISIONS)
 def test_reports_count_and_use_articles_right(name: str, detail: Detail) -> None:

@@ -171,7 +171,7 @@ READS: dict[str, tuple[Forward, tuple[Callable[[Any], object], ...]]] = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", READS)
 def test_a_change_counts_at_the_next_call(case: str) -> None:
     forward, changes = READS[case]
@@ -243,7 +243,7 @@ def reversed_gradients(m: Any, x: Tensor) -> Any:
     return m.b(Reversed.apply(m.a(x), m.temperature))  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("forward", [mixed_in, nested, counted, reversed_gradients])
 def test_a_number_that_changes_again_is_an_input(forward: Forward) -> None:
     plain, model = pair(forward, 4)
@@ -288,7 +288,7 @@ def promoted(m: Any, x: Tensor) -> Any:
     return (h[0, 0] * m.temperature).to(torch.float64) + h.double()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("forward", [leaky, typed, promoted])
 def test_a_number_that_is_no_plain_operand_is_captured_per_value(forward: Forward) -> None:
     plain, model = pair(forward, 1, "one")

@@ -119,7 +119,7 @@ def test_training_returns_a_cache_as_the_model_does() -> None:
         torch.testing.assert_close(q.grad, p.grad, rtol=CLOSE, atol=CLOSE)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("hidden", [False, True], ids=["returned", "changed alone"])
 def test_a_cache_that_is_passed_in_is_updated(hidden: bool) -> None:
     plain = Decoder(hidden).double().eval()

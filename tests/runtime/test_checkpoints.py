@@ -45,7 +45,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_training_goes_on_as_if_it_had_not_stopped(written: Path, cell: Cell) -> None:
     run_case(partial(write, cell, written), cell.source.processes)
@@ -62,7 +62,7 @@ def test_checkpoints_keep_their_promises(case: Case) -> None:
     run_case(case, 2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", WITH_FILES)
 def test_checkpoint_files_keep_their_promises(case: Callable[[Path, int, int], None], tmp_path: Path) -> None:
     run_case(partial(case, tmp_path), 2)

@@ -23,7 +23,7 @@ def mixture(form: str, biased: bool = False, lonely: int | None = None) -> Mixtu
     return Mixture(form, biased, lonely)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_are_one_layer_with_samples_and_experts(form: str, biased: bool) -> None:
@@ -41,7 +41,7 @@ def test_experts_are_one_layer_with_samples_and_experts(form: str, biased: bool)
     assert not graph.fixed_batch
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lonely", [None, 1])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("form", FORMS)
@@ -60,7 +60,7 @@ def test_plans_train_as_the_plain_model(form: str, biased: bool, lonely: int | N
             torch.testing.assert_close(found, wanted, rtol=CLOSE, atol=CLOSE, msg=name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_one_capture_serves_all_numbers_of_samples(form: str) -> None:
     net = mixture(form)

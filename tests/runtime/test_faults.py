@@ -16,14 +16,14 @@ from tests.runtime.ranks import run_case
 PATIENCE_S = 240  # until a rank that has not ended counts as hanging
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", UNLIKE)
 def test_ranks_that_start_unlike_are_told_what_differs(name: str, ranks: int) -> None:
     run_case(partial(unlike, name=name), ranks)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_that_are_not_numbers_are_so_on_every_rank(kind: str, ranks: int) -> None:
@@ -41,7 +41,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "fault", "moment", "faulty"), dict.fromkeys(CASES))
 def test_a_fault_of_one_rank_ends_the_other_with_an_error(
     tmp_path: Path, kind: str, fault: str, moment: str, faulty: int

@@ -33,6 +33,7 @@ def live_tensors() -> int:
         return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
+@pytest.mark.full
 def test_fifty_steps_leave_no_tensor_behind() -> None:
     model = compiled(conv_net(), spread(4, "hybrid"), 4)
     optimizer = torch.optim.Adam(model.parameters())
@@ -60,7 +61,7 @@ class Weighed(nn.Module):
         return result
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_model_first_called_without_gradients_can_be_trained(mode: Callable[[], torch.no_grad]) -> None:
     plain = Weighed()

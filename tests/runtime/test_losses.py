@@ -31,7 +31,7 @@ from tests.runtime.ranks import run_case
 CUTS = [(3, 1), (1, 2), (1, 4), (2, 2), (3, 2)]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("options", LANGUAGE)
 def test_three_steps_with_a_cut_vocabulary_are_the_plain_models(options: str, cut: tuple[int, int]) -> None:
@@ -43,7 +43,7 @@ def test_three_steps_with_a_cut_vocabulary_are_the_plain_models(options: str, cu
     assert (loss.replicas, loss.shards, loss.axis) == (*cut, "vocabulary" if cut[1] > 1 else None)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("loss", ELEMENT_LOSSES)
 def test_three_steps_with_a_replicated_loss_are_the_plain_models(loss: str, replicas: int) -> None:
@@ -58,7 +58,7 @@ def test_three_steps_with_a_replicated_loss_are_the_plain_models(loss: str, repl
         assert whole[0].removeprefix("loss.") in ("batch_mean", "batch_sum")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(30))
 def test_any_plan_with_or_without_passes_keeps_the_numbers(seed: int) -> None:
     draw = random.Random(seed)

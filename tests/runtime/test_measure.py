@@ -315,6 +315,7 @@ def first_call_ranks(rank: int, ranks: int) -> None:
 CASES = {"hybrid": hybrid_ranks, "first call": first_call_ranks}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_measure_together(case: str) -> None:
     run_case(CASES[case], 2)

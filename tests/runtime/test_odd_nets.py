@@ -104,7 +104,7 @@ OPS: dict[str, Op] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPS)
 def test_ops_keep_the_numbers(name: str) -> None:
     net = Between(OPS[name])
@@ -137,6 +137,7 @@ class Meets(nn.Module):
         return result
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE], ids=lambda scheme: scheme.value)
 def test_a_value_of_the_whole_batch_is_read_in_passes(scheme: Scheme) -> None:
     net, x = Meets(), torch.randn(4, 12, dtype=torch.float64)
@@ -185,7 +186,7 @@ HALVES: dict[str, tuple[Callable[[Tensor], object], str]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", HALVES)
 def test_results_along_the_samples_are_what_they_are_at_every_number_of_samples(name: str) -> None:
     """Where it is odd, halves are not in proportion to it, and it has a capture of its own."""

@@ -77,6 +77,7 @@ def train_step(model: Compiled, x: Tensor) -> None:
         model.train_step(x, x, nn.functional.mse_loss, optimizer)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", [forward, backward, train_step])
 def test_a_step_without_memory_tells_the_plans_figures_and_a_plan_that_needs_less(
     part: Callable[[Compiled, Tensor], None],

@@ -68,7 +68,7 @@ def cut(devices: int, axis: str) -> Rule:
     return rule
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by_offsets", [False, True], ids=["rectangular", "by offsets"])
 @pytest.mark.parametrize("axis", ["data", "features", "vocabulary"])
 @pytest.mark.parametrize("devices", [2, 4])
@@ -86,6 +86,7 @@ def test_tables_cut_by_rows_and_by_columns_train_as_the_plain_model(by_offsets: 
         torch.testing.assert_close(found, wanted, rtol=CLOSE, atol=CLOSE, msg=name)
 
 
+@pytest.mark.full
 def test_all_but_bags_by_offsets_keep_their_samples() -> None:
     layers = capture(Recommender(False), given(False)).layers
     assert [name for name, layer in layers.items() if layer.batch is None and layer.reached] == []

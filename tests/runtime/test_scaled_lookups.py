@@ -45,7 +45,7 @@ class Lookup(nn.Module):
         return scores
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("few", [False, True], ids=["all_rows", "rows_of_the_first_shard"])
 @pytest.mark.parametrize("kind", [ScaledEmbedding, ScaledBags])
 def test_a_scaled_table_cut_by_rows_gives_the_plain_numbers(kind: type[nn.Module], few: bool) -> None:

@@ -53,6 +53,7 @@ def test_the_samples_of_one_side_are_features_of_the_other() -> None:
     assert [(axis.name, axis.units) for axis in similarity.axes] == [("features", 8)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [2, 4])
 def test_a_similarity_cut_by_features_gives_the_plain_numbers(devices: int) -> None:
     def rule(layer: Layer) -> Strategy:

@@ -146,18 +146,21 @@ def test_a_part_is_brought_to_the_rows_that_the_pass_wants() -> None:
     assert differences(outcome(other, lambda t: run_program(run, {name: t}), x), outcome(plain, plain, x)) == {}
 
 
+@pytest.mark.sampled(1)
 @SCHEMES
 def test_a_value_of_the_front_read_in_the_passes(scheme: Scheme) -> None:
     net = Skips()
     trained(case_of(net, batches()[0], {"middle": 1, "last": 1}, scheme), net, batches(), functional.mse_loss)
 
 
+@pytest.mark.sampled(1)
 @SCHEMES
 def test_a_weight_that_front_and_passes_share_is_updated_with_the_gradients_of_both(scheme: Scheme) -> None:
     net = Folded()
     trained(case_of(net, batches()[0], {"middle": 1, "last": None}, scheme), net, batches(), functional.mse_loss)
 
 
+@pytest.mark.sampled(1)
 @SCHEMES
 def test_a_result_that_a_later_layer_reads_where_it_is_delivered(scheme: Scheme) -> None:
     net = Shows()
@@ -167,7 +170,7 @@ def test_a_result_that_a_later_layer_reads_where_it_is_delivered(scheme: Scheme)
     trained(shown, net, batches(), lambda out, y: functional.mse_loss(out[0], y) + out[1].square().mean())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @SCHEMES
 @pytest.mark.parametrize(("net", "shape", "dim"), [(Tokens(), (8, 3, 8), 0), (Turned(), (3, 8, 8), 1)])
 def test_targets_are_cut_where_the_results_have_samples(
@@ -206,6 +209,7 @@ def refused(net: nn.Module, x: Tensor, narrow: Mapping[str, int | None], optimiz
     model.train_step(x, x.detach(), functional.mse_loss, optimizer(model.parameters(), lr=0.1))
 
 
+@pytest.mark.full
 def test_what_cannot_be_updated_between_passes_is_refused() -> None:
     x, back = batches()[0], {"middle": 1, "last": 1}
     with pytest.raises(PlanError, match="results or buffers are made in front of the passes"):

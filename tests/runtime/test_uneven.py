@@ -24,7 +24,7 @@ SMALL = [(net, samples, devices) for net in NETS for samples, devices in ((7, 2)
 LARGE = [(net, 256, devices) for net in ("mlp", "conv", "block") for devices in (3, 5, 6, 7)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("net", "samples", "devices"), [*SMALL, *LARGE])
 def test_a_step_gives_the_plain_models_numbers(net: str, samples: int, devices: int) -> None:
     x, plain = batch(net, samples), build(net)
@@ -94,6 +94,7 @@ def test_dropout_draws_for_every_sample() -> None:
     torch.testing.assert_close(y[kept], 2 * net[0](x)[kept], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.full
 def test_verify_runs_the_parts_of_the_plan() -> None:
     plan = plan_for("conv", 256, 5)
     found = parplan.verify(build("conv"), batch("conv", 256), plan=plan)

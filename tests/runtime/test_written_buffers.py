@@ -142,7 +142,7 @@ FORWARDS: tuple[Forward, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("devices", "kind", "again"), [(1, "one", True), (4, "hybrid", False)], ids=["checkpoint", "hybrid"]
 )
@@ -164,7 +164,7 @@ def _again(model: nn.Module) -> Callable[..., Any]:
     return lambda *args: checkpoint(model, *args, use_reentrant=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE])
 @pytest.mark.parametrize("forward", [counted, read_before_and_after, averaged])
 def test_layers_in_passes_see_one_step(forward: Forward, scheme: Scheme) -> None:
@@ -193,6 +193,7 @@ def test_a_backward_after_two_forwards_reads_what_each_forward_read() -> None:
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.full
 def test_only_counters_that_nothing_reads_are_counted_outside_the_graph() -> None:
     x = torch.randn(8, 6, dtype=torch.float64)
     graph = capture(Written(counted).double(), (x,))

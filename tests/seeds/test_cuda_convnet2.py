@@ -44,7 +44,7 @@ def test_the_program_tells_what_a_file_says(capsys: pytest.CaptureFixture[str]) 
     assert "  conv1=replicas:2 shards:1 gpu:0,1" in out
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE])
 def test_fully_connected_weights_are_updated_in_every_pass(tmp_path: Path, scheme: Scheme) -> None:
     """`updatePeriod=1` beside a loop by hand: fc weights after each half of the batch, conv weights after both."""

@@ -63,6 +63,7 @@ class TimeFirst(nn.Module):
         return result
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("samples", [6, 5])
 def test_samples_may_lie_along_any_dimension(samples: int) -> None:
     plain = TimeFirst().double()
@@ -76,7 +77,7 @@ def test_samples_may_lie_along_any_dimension(samples: int) -> None:
 # --- a thread per device ---------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["data", "hybrid", "out-features", "one"])
 def test_threads_give_the_plain_models_numbers(kind: str) -> None:
     plain = conv_net()
@@ -324,6 +325,7 @@ def test_threads_launch_on_gpus() -> None:
 # --- the example program ---------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_example_program_trains_as_the_plain_model(capsys: pytest.CaptureFixture[str]) -> None:
     example.main([])
     lines = capsys.readouterr().out.splitlines()

@@ -266,6 +266,7 @@ def test_an_embedding_on_the_cpu_and_the_rest_on_the_gpu(kind: Callable[[], Word
 # --- the example program ---------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_example_program_gives_the_plain_models_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     example.main([])
     lines = capsys.readouterr().out.splitlines()

@@ -150,6 +150,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.models.auto", ModuleType("transformers.models.auto"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "kind", "shapes"),
     [

@@ -201,6 +201,7 @@ def test_digits_count_what_arrays_of_all_devices_add_up_to(devices: int) -> None
             assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("levels", [(16,), (8, 64), (2, 8, 32), (8, 24), (4, 12, 24)], ids=str)
 def test_many_pairs_cost_the_same_counted_by_digits(levels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     links = tuple(

@@ -96,6 +96,7 @@ def test_a_chain_planned_by_hand() -> None:
     assert rivals["pure data parallel"] == pytest.approx(3 + 3 + 20 - 2)
 
 
+@pytest.mark.full
 def test_stages_by_hand(tmp_path: Path) -> None:
     """48 s of work on two devices, of which eight micro-batches are 3 s each. Sums of 200 GB would take 200 s; of two
     stages on each device, one after another, the second waits for one micro-batch of the first: 1.5 s.
@@ -178,6 +179,7 @@ def random_dag(seed: int) -> LayerProfile:
     return LayerProfile("net", 4, "a box", tuple(layers), edges)
 
 
+@pytest.mark.full
 @every_case("devices", [2, 3])
 @every_case("seed", range(6))
 def test_no_combination_of_strategies_is_faster(seed: int, devices: int) -> None:

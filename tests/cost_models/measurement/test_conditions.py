@@ -28,6 +28,7 @@ def test_the_processors_name(tmp_path: Path, text: str, name: str) -> None:
     assert found == name if name else found == cpu_name(tmp_path / "missing") != ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("device", "setting", "value", "words"),
     [

@@ -62,7 +62,7 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name != "resnet50"])
 def test_every_part_of_every_network_is_measured_and_only_once(name: str) -> None:
     graph, profile = network(name).graph, SessionProfile()

@@ -80,7 +80,7 @@ def test_saved_activations_are_what_autograd_keeps(name: str) -> None:
     assert predicted == pytest.approx(kept_by_autograd(case.model, case.args, run), rel=0.01)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(("optimizer", "states"), [("sgd", 0), ("momentum", 1), ("adamw", 2)])
 def test_what_stays_adds_up_to_the_parameters(name: str, optimizer: str, states: int) -> None:

@@ -41,7 +41,7 @@ def check(name: str, plan: str, optimizer: str, rank: int = 0, ranks: int = 1, *
         assert found.predicted_bytes[rank] == pytest.approx(found.measured_bytes, rel=0.05)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [("mlp, wide", "adam"), ("mlp, many classes", "sgd"), ("convnet, wide", "momentum"), ("transformer", "adam")],
@@ -50,7 +50,7 @@ def test_one_device(name: str, optimizer: str) -> None:
     check(name, "one device", optimizer)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "plan", "optimizer"),
     [
@@ -67,7 +67,7 @@ def test_two_processes(name: str, plan: str, optimizer: str) -> None:
     run_case(partial(check, name, plan, optimizer), 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -124,7 +124,7 @@ def check_random(name: str, seed: int, rank: int, ranks: int) -> None:
         assert list(found.predicted_bytes) == pytest.approx(measured, rel=0.02), (found.predicted_bytes, measured)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
@@ -139,6 +139,7 @@ def test_random_plans(name: str, seed: int) -> None:
     run_case(partial(check_random, name, seed), 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_have_all_of_it(kind: str) -> None:
     """With layers on any devices, in every mixture of states, and replayed where they may be."""
@@ -214,6 +215,7 @@ def test_an_input_that_no_layer_reads_is_held() -> None:
     assert (held[1] - held[0] == 3 * 7 * 4).all()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize("name", [network.name for network in NETWORKS])

@@ -196,6 +196,7 @@ def test_processes_that_make_a_store_at_once_all_have_it(tmp_path: Path, process
     assert [process.exitcode for process in openers] == [0] * 4
 
 
+@pytest.mark.full
 def test_eight_threads_share_a_file(store: ProfileStore) -> None:
     def work(writer: int) -> None:
         with ProfileStore(store.path) as own:

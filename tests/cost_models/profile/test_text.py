@@ -60,11 +60,13 @@ def test_the_text_is_for_people() -> None:
     assert from_text(GOLDEN) == SAMPLE
 
 
+@pytest.mark.full
 @given(groups)
 def test_text_gives_back_what_it_was_made_from(found: list[EntryGroup]) -> None:
     assert from_text(to_text(found)) == found
 
 
+@pytest.mark.full
 @settings(max_examples=25)
 @given(groups.filter(bool), st.randoms())
 def test_an_export_taken_in_elsewhere_is_the_same_store(found: list[EntryGroup], random: Any) -> None:

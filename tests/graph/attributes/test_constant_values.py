@@ -52,6 +52,7 @@ def before_it_takes_inputs(x: Tensor) -> Tensor:
     return flag
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("flag", "taken"),
     [(of_ones, "yes"), (like_the_input, "no"), (filled_in_place, "yes"), (before_it_takes_inputs, "no")],

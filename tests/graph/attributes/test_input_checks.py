@@ -76,6 +76,7 @@ def test_an_error_that_the_model_does_not_raise_after_all_is_said(check: Check) 
         model(x.abs() + 200)
 
 
+@pytest.mark.full
 def test_numbers_in_an_assertion_follow_the_batch() -> None:
     plain = Checked(of_positions).double()
     model = compiled(plain, spread(2, "data"), 2)

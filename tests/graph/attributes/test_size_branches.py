@@ -75,7 +75,7 @@ OUT_OF_SIGHT = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_a_branch_on_the_number_of_samples_is_taken_as_in_the_plain_model(name: str) -> None:
     plain = Branched(CONDITIONS[name]).double()
@@ -87,6 +87,7 @@ def test_a_branch_on_the_number_of_samples_is_taken_as_in_the_plain_model(name: 
     assert bool(graph.size_branches.unknown) == (name in OUT_OF_SIGHT)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["shape", "int"])
 def test_sides_are_captured_once_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, kept = Branched(CONDITIONS[name]), list[int | None]()
@@ -150,7 +151,7 @@ FACTORS: dict[str, Condition] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["one", "data"])
 @pytest.mark.parametrize("name", FACTORS)
 def test_a_number_that_follows_from_the_number_of_samples_is_that_of_every_batch(name: str, kind: str) -> None:
@@ -203,7 +204,7 @@ def formula(draw: random.Random, size: Any, depth: int) -> Any:
 COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(60))
 def test_branches_are_those_of_the_formula_at_every_number_of_samples(seed: int) -> None:
     def sides(size: Any) -> list[bool]:
@@ -224,6 +225,7 @@ def test_branches_are_those_of_the_formula_at_every_number_of_samples(seed: int)
         assert graph.size_branches.hold(6)
 
 
+@pytest.mark.full
 def test_blocks_that_are_traced_once_have_the_branches_of_all() -> None:
     plain = nn.Sequential(*(Branched(CONDITIONS["shape"]) for _ in range(4)), nn.Linear(4, 4)).double()
     graph = capture(plain, (torch.randn(6, 4, dtype=torch.float64),))

@@ -96,7 +96,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIONS)
 def test_plans_give_the_plain_numbers(name: str) -> None:
     torch.manual_seed(1)

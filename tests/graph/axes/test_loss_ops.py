@@ -221,6 +221,7 @@ def ops_on_one_device(model: nn.Module, scores: Tensor, target: Tensor) -> tuple
     return ops, code(scores, target)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("classes", [CLASSES, 7], ids=["cut", "whole"])
 @pytest.mark.parametrize("case", [Case(), Case(positions=(3,)), Case(smoothing=0.1), Case(ignore_index=3)], ids=str)

@@ -104,6 +104,7 @@ ALLOWED = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ALLOWED)
 def test_other_indices_are_allowed(name: str) -> None:
     graph = captured(ALLOWED[name])

@@ -86,11 +86,13 @@ def uneven_replicas_compute_the_whole(op: str) -> None:
                 assert_proved(op, part_results(call, axis, shares, as_batch=True), whole, axis, sample)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("group", GROUPS)
 def test_shards_compute_the_whole(group: str) -> None:
     run_all((op, partial(shards_compute_the_whole, op)) for op in GROUPS[group])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("group", GROUPS)
 def test_uneven_replicas_compute_the_whole(group: str) -> None:
     run_all((op, partial(uneven_replicas_compute_the_whole, op)) for op in GROUPS[group])

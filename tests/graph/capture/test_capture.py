@@ -35,7 +35,7 @@ def last_axis(graph: LayerGraph, layer: Layer) -> Strategy:
     return Strategy(replicas, shards, axis, tuple(range(replicas * shards)))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", MODELS)
 def test_same_numbers(name: str, training: bool) -> None:
@@ -151,6 +151,7 @@ def test_a_tensor_that_has_the_batch_size_by_chance_is_shared() -> None:
 # --- buffers, parameters, values -------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_buffers_that_change_are_known() -> None:
     graph = capture(Buffers().double(), (rand(6, 6),))
     assert graph.buffers == {"b_steps": "steps", "b_average": "average", "b_last": "last"}
@@ -167,6 +168,7 @@ def test_batch_norm_updates_its_own_statistics() -> None:
     assert [name for name, layer in graph.layers.items() if layer.mixes_batch] == ["bn1", "bn2"]
 
 
+@pytest.mark.full
 def test_a_batch_norm_called_twice_updates_its_own_statistics_twice() -> None:
     case = MODELS["siamese"]()
     graph = capture(case.model, case.args)
@@ -246,6 +248,7 @@ class Autocast(nn.Module):
             return x @ x.t()
 
 
+@pytest.mark.full
 def test_autocast_regions_are_captured_with_their_casts() -> None:
     model, x = Autocast(), torch.randn(4, 4)
     graph = capture(model, (x,))
@@ -309,6 +312,7 @@ class Masked(nn.Module):
         return self.encoder(x.unsqueeze(-1).expand(-1, -1, 4), x @ x.mT)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make", "message"),
     [

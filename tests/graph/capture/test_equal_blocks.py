@@ -356,7 +356,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equal_blocks, "LEAST_PARTS", 3)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NETS)
 def test_the_capture_is_that_of_full_exports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, first, second = NETS[name]
@@ -382,6 +382,7 @@ def test_the_capture_is_that_of_full_exports(name: str, monkeypatch: pytest.Monk
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "change", [lambda block: block.settings.update(shift=5), lambda block: setattr(block, "scale", 5.0)]
 )

@@ -135,7 +135,7 @@ def check_results(plain: nn.Module, model: Compiled, x: Tensor) -> None:
         result.square().sum().backward()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_one_capture_serves_every_batch(name: str, traced: list[LayerGraph]) -> None:
     plain = net(name)
@@ -174,6 +174,7 @@ def test_rows_at_a_place_are_those_of_every_batch(name: str, plan: str) -> None:
                 torch.testing.assert_close(q.grad, p.grad, rtol=CLOSE, atol=CLOSE)
 
 
+@pytest.mark.full
 def test_a_length_that_python_takes_is_captured_once_for_each_number_of_samples(traced: list[LayerGraph]) -> None:
     """`len(x)` is a plain number, of which no export knows where it goes: each capture turns out to be the first."""
     torch.manual_seed(0)
@@ -184,7 +185,7 @@ def test_a_length_that_python_takes_is_captured_once_for_each_number_of_samples(
     assert [graph.batch for graph in traced] == [4, 6, 2]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(IDIOMS.keys() - {"contrastive"}))
 def test_every_layer_that_samples_reach_has_replicas(name: str) -> None:
     graph = capture(net(name), (samples(4),))
@@ -192,7 +193,7 @@ def test_every_layer_that_samples_reach_has_replicas(name: str) -> None:
     assert [layer.nodes[0].target for layer in whole] == ([torch.ops.aten.arange.default] if name == "numbered" else [])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_it_is_priced_at_any_batch(name: str) -> None:
     few, many = capture(net(name), (samples(4),)), capture(net(name), (samples(12),))
@@ -203,6 +204,7 @@ def test_it_is_priced_at_any_batch(name: str) -> None:
     }
 
 
+@pytest.mark.full
 def test_masks_are_held_once_and_not_per_sample() -> None:
     graph = capture(net("packed"), (samples(4),))
     inner = [node for layer in graph.layers.values() if layer.constant for node in layer.nodes]
@@ -243,7 +245,7 @@ def hard_negatives(m: Net, x: Tensor) -> Tensor:
     return F.cross_entropy(y @ documents.T, torch.arange(len(x)))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["data parallel", "model parallel", "mixed"])
 @pytest.mark.parametrize(
     ("idiom", "batches"),

@@ -110,7 +110,7 @@ def _by_heads(graph: LayerGraph, layer: Layer, replicas: int = 1) -> Strategy:
     return halves(graph, layer) if replicas > 1 else Strategy()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.full
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_behind_samples_are_cut_and_compute_the_whole(name: str, replicas: int) -> None:
@@ -131,7 +131,7 @@ def test_heads_behind_samples_are_cut_and_compute_the_whole(name: str, replicas:
     assert graph.fixed_batch == (name == "repeated")  # how often it is laid out depends on the batch
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_any_plan_gives_the_plain_models_numbers(name: str) -> None:
     torch.manual_seed(0)

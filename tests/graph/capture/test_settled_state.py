@@ -111,6 +111,7 @@ MODELS: dict[Callable[[], nn.Module], tuple[int, ...]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", MODELS)
 def test_it_is_captured_as_later_calls_run(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -130,6 +131,7 @@ def test_it_is_captured_as_later_calls_run(make: Callable[[], nn.Module]) -> Non
     assert capture(model, (x,)).settled == ()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", MODELS)
 def test_compiled_steps_equal_plain_ones(make: Callable[[], nn.Module]) -> None:
     plain = make().double()
@@ -326,6 +328,7 @@ class Trained(Tabled):
         return result
 
 
+@pytest.mark.full
 def test_a_plan_that_is_made_for_training_does_not_settle_a_model_in_evaluation() -> None:
     plain = Trained().double()
     model, x = compiled(plain, spread(2, "data"), 2), torch.randn(6, 3, 4, dtype=torch.float64)

@@ -32,7 +32,7 @@ class Counts(nn.Module):
         return y
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("pin", ["*=replicas:2", "*=shards:2"])
 def test_a_submodules_assignment_is_a_write(pin: str) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Counts(), nn.Tanh())).double()
@@ -47,6 +47,7 @@ def test_a_submodules_assignment_is_a_write(pin: str) -> None:
     assert type(plain[1][0].count) is type(compiled.module[1][0].count) is Tensor  # type: ignore[index]
 
 
+@pytest.mark.full
 def test_a_recomputed_forward_assigns_again() -> None:
     plain = nn.Sequential(Counts(), nn.Tanh()).double()
     compiled = parplan.compile(copy.deepcopy(plain), devices=["cpu"] * 2)

@@ -55,6 +55,7 @@ def casts(graph: LayerGraph) -> list[tuple[str, dict[str, torch.dtype]]]:
     return [(node.name, node.meta.get(CASTS, {})) for layer in graph.layers.values() for node in layer.nodes]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_casts_are_those_of_the_plain_model(name: str) -> None:
     model, args = MODELS[name]()
@@ -71,6 +72,7 @@ def test_casts_are_those_of_the_plain_model(name: str) -> None:
     assert sum(found.values()) > 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_meta_tensors_have_the_types_of_others(name: str) -> None:
     """Autocast passes meta tensors by."""
@@ -85,6 +87,7 @@ def test_meta_tensors_have_the_types_of_others(name: str) -> None:
     assert graph.autocast is meta.autocast is BF16
 
 
+@pytest.mark.full
 def test_nothing_is_cast_without_autocast() -> None:
     model, args = MODELS["decoder"]()
     graph = capture(model, args)
@@ -130,6 +133,7 @@ class Mixed(nn.Module):
         return result
 
 
+@pytest.mark.full
 def test_weights_are_read_in_another_type_where_all_readers_do() -> None:
     graph = captured(Mixed(), (torch.randn(4, 8),))
     assert {graph.parameters[name]: dtype for name, dtype in graph.read_as.items()} == {

@@ -34,6 +34,7 @@ def test_sections_are_written_the_quick_way() -> None:
     assert functionalise(program).program is program
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "quick"),
     [
@@ -147,7 +148,7 @@ class Drawn(nn.Module):
         return torch.stack(read).sum() + y
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(120))
 def test_drawn_changes_of_sections_give_the_plain_numbers(seed: int) -> None:
     model, x = Drawn(seed), rand(4, 6).double().requires_grad_()

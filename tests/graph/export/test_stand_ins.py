@@ -42,6 +42,7 @@ def test_stand_ins_share_memory_and_ties_and_are_gone_afterwards() -> None:
     assert all(parameter is own[name] for name, parameter in model.named_parameters(remove_duplicate=False))
 
 
+@pytest.mark.full
 def test_a_capture_leaves_no_reference_to_the_parameters() -> None:
     model = Tied()
     capture(model, (torch.zeros(4, 3),))

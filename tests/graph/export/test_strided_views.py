@@ -45,6 +45,7 @@ def of_sliced_rows(h: Tensor) -> Tensor:
     return h.as_strided((h.shape[1], 3, 4), (24, 8, 1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("view", [chunks, with_an_offset, of_sliced_rows])
 def test_replicas_read_what_the_plain_model_reads(view: View) -> None:
     torch.manual_seed(0)

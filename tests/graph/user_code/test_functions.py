@@ -237,7 +237,7 @@ def agrees(model: nn.Module, plan: str) -> None:
     assert found.passed, found.rows
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", APART)
 def test_samples_stay_apart_where_forward_and_backward_say_so(name: str) -> None:
     layer = function_of(capture(Between(APART[name]), (torch.randn(8, 6),)))
@@ -246,7 +246,7 @@ def test_samples_stay_apart_where_forward_and_backward_say_so(name: str) -> None
     agrees(Between(APART[name]), "data parallel")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WHOLE)
 def test_all_else_is_whole_and_says_why(name: str) -> None:
     call, why = WHOLE[name]
@@ -262,12 +262,13 @@ def test_all_else_is_whole_and_says_why(name: str) -> None:
         check(Plan(graph.model, graph.fingerprint, 8, 2, strategies), graph)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["data parallel", "model parallel", "sums", "towers", "solver"])
 def test_functions_on_samples_and_weights_keep_their_backward(plan: str) -> None:
     agrees(OwnBackwards(), plan)
 
 
+@pytest.mark.full
 def test_a_function_of_weights_runs_everywhere_only_if_terms_of_its_gradient_may_go_through_it() -> None:
     graph = capture(OwnBackwards(), (torch.randn(8, 6),))
     linear, clamped = graph.layers["Sign_1"], graph.layers["Clamped_1"]
@@ -276,6 +277,7 @@ def test_a_function_of_weights_runs_everywhere_only_if_terms_of_its_gradient_may
     assert "needs the whole gradient" in only_way(clamped)
 
 
+@pytest.mark.full
 def test_every_call_runs_the_code_as_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Function itself is called, not a record of it."""
     plain = OwnBackwards().double()
@@ -292,6 +294,7 @@ def test_every_call_runs_the_code_as_it_is_then(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(found, plain.a.weight.grad)
 
 
+@pytest.mark.full
 def test_evaluation_and_gradients_that_nobody_wants() -> None:
     plain = OwnBackwards().double()
     model = Compiled(plain, partial(plan_by, "data parallel", 2), devices=["cpu"] * 2)
@@ -466,6 +469,7 @@ def test_a_function_stays_where_the_graph_is_traced_once_more() -> None:
     agrees(Between(changed), "data parallel")
 
 
+@pytest.mark.full
 def test_weights_passed_to_apply_are_held_whole() -> None:
     graph = capture(OwnBackwards(), (torch.randn(8, 6),))
     (layer,) = [layer for layer in graph.layers.values() if layer.name.startswith(Weighted.__name__)]

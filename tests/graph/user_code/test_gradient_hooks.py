@@ -83,6 +83,7 @@ READING = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", READING)
 def test_a_hook_reads_tensors_of_the_forward_of_its_own_step(name: str) -> None:
     agrees(Hooked(READING[name]), "data parallel")
@@ -100,7 +101,7 @@ def test_a_hook_reads_what_the_forward_makes_between_its_tensor_and_the_registra
     agrees(Net(lambda h: None), "data parallel")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", ["data parallel", "mixed"])
 @pytest.mark.parametrize("name", REGISTER)
 def test_a_hook_has_its_effect(name: str, plan: str) -> None:
@@ -257,6 +258,7 @@ class HookedBefore(nn.Module):
         return y
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("behind", ["checkpoint", "no_grad"])
 def test_a_hook_in_front_of_a_region_without_gradients(behind: str) -> None:
     net = HookedBefore(behind).double()

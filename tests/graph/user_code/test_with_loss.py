@@ -36,7 +36,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cut", [(2, 1), (2, 2)])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_three_steps_and_an_evaluation_are_the_plain_models(loss: str, cut: tuple[int, int]) -> None:
@@ -77,6 +77,7 @@ def test_names_are_the_models_own() -> None:
     torch.testing.assert_close(plain(x), inside(x))
 
 
+@pytest.mark.full
 def test_a_plan_made_with_a_loss_runs_with_it() -> None:
     x, y = batch(8)
     plain = net()

@@ -49,6 +49,7 @@ MESHES = [mesh for mesh in meshes(DEVICES, BATCH, BLOCKS, DEVICES) if mesh.sampl
 
 
 # Without state in slices, whose gathers the plan's costs price one parameter at a time, with the latency of each.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [one for one in MESHES if one.state == "replicated"][::3], ids=Mesh.describe)
 def test_a_mesh_takes_what_its_plan_takes(mesh: Mesh) -> None:
     found = DECODER.step(mesh)
@@ -58,6 +59,7 @@ def test_a_mesh_takes_what_its_plan_takes(mesh: Mesh) -> None:
 
 
 # Where compute hides gathers and sums, and over PCIe, where they take longer than it.
+@pytest.mark.full
 @pytest.mark.parametrize("gpu", ["h100-sxm", "rtx4090"])
 @pytest.mark.parametrize(("tensor", "data", "groups"), [(4, 2, 1), (2, 4, 1), (2, 2, 2)])
 @pytest.mark.parametrize("state", ["sharded", "gathered"])
@@ -100,6 +102,7 @@ def test_replays_are_those_of_the_plan() -> None:
     assert tight.nbytes == pytest.approx(peak, rel=0.1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "mesh", [Mesh(2, 1, 2, 1, 4, 2), Mesh(1, 2, 2, 2, 2, 2, state="gathered"), Mesh(2, 2, 1, 1, 2, 2, state="sharded")],
     ids=Mesh.describe,
@@ -117,6 +120,7 @@ def test_a_mesh_runs_as_its_plan(mesh: Mesh) -> None:
     assert verify(tower, (words, words), plan=plan).passed
 
 
+@pytest.mark.full
 def test_the_fastest_of_all_meshes_that_fit() -> None:
     own, links = DECODER.model, DECODER.links
     limit = 1 << 30
@@ -136,6 +140,7 @@ def test_the_fastest_of_all_meshes_that_fit() -> None:
         fastest(own, BATCH, Links(links.cluster.with_memory(1 << 20), by_hand=False))
 
 
+@pytest.mark.full
 def test_each_tensor_group_is_priced_and_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     priced, problems = list[RooflineCosts](), list[Problem]()
 

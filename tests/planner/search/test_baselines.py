@@ -53,6 +53,7 @@ def test_repeated_blocks_count_as_often_as_they_are_there() -> None:
     assert {other.layers for other in norm.alternatives} == {32}  # the first block takes the user's input
 
 
+@pytest.mark.full
 def test_other_plans_and_models_without_batch_norm_pay_nothing_for_it() -> None:
     cluster = cluster_preset("k20", 4)
     normed = decided(classifier(), cluster).baselines

@@ -54,6 +54,7 @@ class Drawn:
         return join
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_branches_of_series_parallel_graphs_are_those_they_were_built_of(seed: int) -> None:
     drawn = Drawn(random.Random(seed))
@@ -88,6 +89,7 @@ def passed_by_all(digraph: nx.DiGraph) -> set[str]:
     return found
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_forks_and_joins_are_what_every_path_passes(seed: int) -> None:
     digraph, order = random_graph(seed)
@@ -101,6 +103,7 @@ def test_forks_and_joins_are_what_every_path_passes(seed: int) -> None:
         assert not any(name in cuts for name in order[begin + 1 : end])
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_branches_of_a_phase_cannot_reach_each_other(seed: int) -> None:
     digraph, order = random_graph(seed)
@@ -121,6 +124,7 @@ def test_branches_of_a_phase_cannot_reach_each_other(seed: int) -> None:
         assert not section.inside or set(section.layers) <= set(section.inside)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_layers_that_could_run_side_by_side_are_in_some_section(seed: int) -> None:
     """Two layers of one stretch neither of which needs the other are told apart by a branch or by a phase."""
@@ -139,6 +143,7 @@ def _apart(section: Section, a: str, b: str) -> bool:
     return bool(homes[0] and homes[1]) and homes[0] != homes[1]
 
 
+@pytest.mark.full
 def test_the_two_towers_of_2012_are_four_phases_between_their_crossings() -> None:
     net, inputs = two_tower.small()
     (section,) = sections(capture(net, inputs))

@@ -42,7 +42,7 @@ def devices_of(plan: Plan) -> dict[str, tuple[int, ...]]:
     return {name: strategy.devices for name, strategy in plan.layers.items()}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [2, 4])
 def test_towers_win_where_weights_are_heavy_and_links_slow(devices: int) -> None:
     graph, cluster = pair(width=256), cluster_preset("k20", devices, "10gbe")
@@ -60,6 +60,7 @@ def test_towers_win_where_weights_are_heavy_and_links_slow(devices: int) -> None
     assert decision.prediction.step_s == pytest.approx(decision.proof.objective, rel=0.05)
 
 
+@pytest.mark.full
 def test_a_decision_with_towers_says_what_runs_beside_what_and_what_is_copied() -> None:
     graph = pair(width=256)
     decision = decided(graph, cluster_preset("k20", 2, "10gbe"))
@@ -82,7 +83,7 @@ def test_a_decision_with_towers_says_what_runs_beside_what_and_what_is_copied() 
     assert to_dict(decision)["beside"]["phases"][0]["tracks"][1]["devices"] == [1]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("graph", [perceptron, classifier], ids=["perceptron", "residual add"])
 def test_nothing_is_spent_on_models_without_branches(graph) -> None:  # type: ignore[no-untyped-def]
     assert decided(graph(), cluster_preset("k20", 4)).branches is None
@@ -101,13 +102,14 @@ BY_HAND = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("request_", BY_HAND.values(), ids=BY_HAND)
 def test_nothing_is_searched_where_people_decide(request_: PlanRequest) -> None:
     decision = decided(pair(width=256), cluster_preset("k20", 2, "10gbe"), request_)
     assert decision.branches is None or decision.branches.without_s is None
 
 
+@pytest.mark.full
 def test_a_given_plan_on_disjoint_devices_is_priced_with_its_branches_at_once() -> None:
     graph, cluster = pair(width=256, batch=2), cluster_preset("k20", 2, "10gbe")
     place = {name: Strategy(devices=(int(name.startswith("b")),)) for name in graph.layers}
@@ -136,6 +138,7 @@ class Experts(nn.Module):
         return torch.stack([row(x) for row in self.rows]).sum(0)
 
 
+@pytest.mark.full
 def test_memory_holds() -> None:
     """With no room for the longer row on one device, weights are spread as evenly as memory asks for."""
     graph, cluster = capture(Experts((3, 1)), (torch.randn(1, 256),)), cluster_preset("k20", 2, "10gbe")
@@ -243,6 +246,7 @@ class Many(nn.Module):
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
+@pytest.mark.full
 def test_placements_that_are_too_many_to_formulate_are_left_out_of_the_claim() -> None:
     """Eleven branches have 2,046 placements on two devices, and tables of 23 GB."""
     graph, cluster = capture(Many(11), (torch.randn(2, 512),)), cluster_preset("k20", 2)

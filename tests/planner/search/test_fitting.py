@@ -69,6 +69,7 @@ def test_tries_less_memory_and_keeps_the_nearest(excess: list[int], monkeypatch:
     assert [problem.limits[0] for problem in asked] == limits
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["chain", "conv", "attention"])
 def test_what_layers_take_beside_their_estimates_counts(kind: str) -> None:
     """A plan that lacks a byte is ruled out, without a lower limit for others."""
@@ -98,6 +99,7 @@ def costs_key(layers: Mapping[str, Strategy]) -> tuple[Strategy, ...]:
     return tuple(layers.values())
 
 
+@pytest.mark.full
 def test_a_habit_that_lacks_less_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, cluster = perceptron(), cluster_preset("k20", 2)
     costs, limit = RooflineCosts(graph, cluster), cluster.devices[0].memory_bytes
@@ -137,6 +139,7 @@ def unsolved(problem: Problem, *args: Any, **options: Any) -> Solution:
     return solve(problem, *args, **options)
 
 
+@pytest.mark.full
 def test_a_plan_by_hand_is_given_where_the_solver_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, cluster = perceptron(), cluster_preset("k20", 2)
     costs = RooflineCosts(graph, cluster)
@@ -163,6 +166,7 @@ def test_no_plan_by_hand_is_given_that_does_not_fit(monkeypatch: pytest.MonkeyPa
         decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest())
 
 
+@pytest.mark.full
 def test_as_many_blocks_are_replayed_as_memory_asks_for() -> None:
     """Replicas with state in slices: no slower than by hand, where the feed-forward parts of two of five blocks are."""
     net = GPT2(Sizes(layers=5, width=256, heads=4, tokens=4000, positions=64))

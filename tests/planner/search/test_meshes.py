@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -74,9 +75,62 @@ SMALL: dict[str, Any] = {
 }
 
 
+@dataclass
+class Watched:
+    """A search, and what it did on the way."""
+
+    found: Analysis
+    simulated: list[tuple[object, ...]]
+    lowered: list[tuple[object, ...]]
+    options: list[int]  # of each formulation, over all layers
+    used_s: list[tuple[float, float]]  # since meshes were asked for: of the limit, and by the clock
+
+
+@cache
+def watched() -> Watched:
+    """The search that most tests ask for, with meshes that take half a second longer."""
+    simulated, lowered, options = list[tuple[object, ...]](), list[tuple[object, ...]](), list[int]()
+    meshed = list[tuple[Case, float, float]]()
+
+    def simulating(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -> Timeline:
+        simulated.append((plan.micro_batches, plan.schedule, *plan.layers.values()))
+        return simulate(graph, cluster, costs, plan)
+
+    def lowering(graph: LayerGraph, strategies: Mapping[str, Strategy], *setting: Any) -> Program:
+        lowered.append((graph.batch, *strategies.values()))
+        return lower(graph, strategies, *setting)
+
+    def formulating(*given: Any, **more: Any) -> Formulation:
+        made = formulate(*given, **more)
+        options.append(sum(map(len, made.options)))
+        return made
+
+    def slow(case: Case, sized: Callable[[int], Case | None]) -> Meshed | None:
+        meshed.append((case, case.deadline.left_s(), time.monotonic()))
+        time.sleep(0.5)
+        return fastest_mesh(case, sized)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("parplan.planner.search.context.simulate", simulating)
+        patch.setattr("parplan.cost_models.roofline.lower", lowering)
+        for module in ("context", "formulations"):
+            patch.setattr(f"parplan.planner.search.{module}.formulate", formulating)
+        patch.setattr("parplan.planner.search.micro_batches.fastest_mesh", slow)
+        found = analyze(Deep(), inputs(), **SMALL)
+    used_s = [(left_s - case.deadline.left_s(), time.monotonic() - begin) for case, left_s, begin in meshed]
+    return Watched(found, simulated, lowered, options, used_s)
+
+
 @cache
 def planned(counted: bool = True, **more: Any) -> Analysis:
+    if counted and not more:
+        return watched().found
     return analyze(Deep(counted), inputs(), **{**SMALL, **more})
+
+
+@cache
+def graph_of_all() -> LayerGraph:
+    return capture(Deep(), inputs())
 
 
 def test_the_plan_of_a_mesh_fits_and_is_what_is_simulated() -> None:
@@ -84,7 +138,7 @@ def test_the_plan_of_a_mesh_fits_and_is_what_is_simulated() -> None:
     plan, step = found.plan, found.prediction
     assert MESHES in found.proof.covered
     assert plan.schedule == "1f1b"  # on slow links
-    graph = at_batch(capture(Deep(), inputs()), BATCH // plan.micro_batches)
+    graph = at_batch(graph_of_all(), BATCH // plan.micro_batches)
     costs = RooflineCosts(graph, found.cluster, micro_batches=plan.micro_batches)
     check(plan, graph)
     assert step.step_s == pytest.approx(simulate(graph, found.cluster, costs, plan).step_s, rel=1e-9)
@@ -105,6 +159,7 @@ def test_no_slower_than_a_search_over_all_layers() -> None:
     assert found.prediction.step_s < without.prediction.step_s
 
 
+@pytest.mark.full
 def test_beside_a_mesh_layers_lie_on_one_device_or_as_many_as_can_share_them() -> None:
     """Where the whole batch is faster, on fast links: the bound is of such plans, as those by hand are."""
     found = planned(gpus=4, link="nvlink3")
@@ -120,7 +175,7 @@ def test_beside_a_mesh_layers_lie_on_one_device_or_as_many_as_can_share_them() -
 
 def test_plans_by_hand_are_given_plans_in_micro_batches_of_their_own() -> None:
     """Each has the step and the peak of its plan priced alone; in fewer micro-batches it does not fit."""
-    found, graph = planned(), capture(Deep(), inputs())
+    found, graph = planned(), graph_of_all()
     limit, others = SMALL["memory_bytes"], set[int]()
     for one in found.baselines:
         if one.name == "one device":
@@ -140,6 +195,7 @@ def test_plans_by_hand_are_given_plans_in_micro_batches_of_their_own() -> None:
     assert {one.name: one.fits for one in found.baselines}["fully sharded, recomputation"]
 
 
+@pytest.mark.full
 def test_meshes_that_lack_what_the_plan_has_are_counted() -> None:
     (stages,) = planned().without
     assert stages.name == "stages"
@@ -160,6 +216,7 @@ def test_without_a_loss_inside_there_are_no_stages() -> None:
     assert str(found).count("chosen\n") <= 1
 
 
+@pytest.mark.full
 def test_fewer_samples_than_devices_leave_stages_alone() -> None:
     few = torch.randn(2, LENGTH, 32), torch.randn(2, LENGTH, 32)
     found = analyze(Deep(), few, **SMALL)
@@ -168,10 +225,12 @@ def test_fewer_samples_than_devices_leave_stages_alone() -> None:
     assert found.plan.micro_batches == 2
 
 
+@pytest.mark.full
 def test_the_number_of_micro_batches_asked_for_is_kept() -> None:
     assert planned(micro_batches=4).plan.micro_batches == 4
 
 
+@pytest.mark.full
 def test_on_more_devices_than_plans_are_laid_out_for_the_fastest_mesh_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned()
     monkeypatch.setattr("parplan.planner.search.meshes.MOST_MESHED", 3)
@@ -202,63 +261,37 @@ def test_a_graph_in_evaluation_has_no_mesh(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.plan.micro_batches == 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("groups", [2, 4])
 def test_a_mesh_has_the_stages_that_were_asked_for(groups: int) -> None:
     found = planned(stages=groups)
     assert MESHES in found.proof.covered
-    assert len(stage_numbers(capture(Deep(), inputs()), found.plan.layers).groups) == groups
+    assert len(stage_numbers(graph_of_all(), found.plan.layers).groups) == groups
     assert found.prediction.step_s >= planned().prediction.step_s
 
 
+@pytest.mark.full
 def test_a_schedule_that_meshes_lack_is_searched_over_all_layers() -> None:
     found = planned(stages=4, schedule="gpipe")
     assert found.plan.schedule == "gpipe"
     assert MESHES not in found.proof.covered
 
 
-def test_no_step_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[tuple[object, ...]]()
-
-    def watched(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -> Timeline:
-        seen.append((plan.micro_batches, plan.schedule, *plan.layers.values()))
-        return simulate(graph, cluster, costs, plan)
-
-    monkeypatch.setattr("parplan.planner.search.context.simulate", watched)
-    assert planned.__wrapped__().plan.schedule == "1f1b"
+def test_no_step_is_simulated_twice() -> None:
+    assert planned().plan.schedule == "1f1b"
+    seen = watched().simulated
     assert len(seen) == len(set(seen)) > 0
 
 
-def test_the_time_that_meshes_take_is_not_that_of_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[tuple[Case, float, float]]()
-
-    def slow(case: Case, sized: Callable[[int], Case | None]) -> Meshed | None:
-        seen.append((case, case.deadline.left_s(), time.monotonic()))
-        time.sleep(0.5)
-        return fastest_mesh(case, sized)
-
-    monkeypatch.setattr("parplan.planner.search.micro_batches.fastest_mesh", slow)
-    assert MESHES in planned.__wrapped__().proof.covered
-    ((case, left_s, begin),) = seen
-    assert left_s - case.deadline.left_s() < time.monotonic() - begin - 0.5
+def test_the_time_that_meshes_take_is_not_that_of_searches() -> None:
+    assert MESHES in planned().proof.covered
+    ((of_the_limit, by_the_clock),) = watched().used_s
+    assert of_the_limit < by_the_clock - 0.5
 
 
-def test_a_mesh_that_fits_is_lowered_and_formulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowered, options = list[object](), list[int]()
-
-    def counted(graph: LayerGraph, strategies: Mapping[str, Strategy], *setting: Any) -> Program:
-        lowered.append((graph.batch, *strategies.values()))
-        return lower(graph, strategies, *setting)
-
-    def formulated(*given: Any, **more: Any) -> Formulation:
-        found = formulate(*given, **more)
-        options.append(sum(map(len, found.options)))
-        return found
-
-    monkeypatch.setattr("parplan.cost_models.roofline.lower", counted)
-    for module in ("context", "formulations"):
-        monkeypatch.setattr(f"parplan.planner.search.{module}.formulate", formulated)
-    assert analyze(Deep(), inputs(), **SMALL).plan.schedule == "1f1b"
-    assert len(set(lowered)) == len(lowered)
+def test_a_mesh_that_fits_is_lowered_and_formulated_once() -> None:
+    assert planned().plan.schedule == "1f1b"
+    lowered = watched().lowered
+    assert len(set(lowered)) == len(lowered) > 0
     # Of the plan, and of each plan by hand (with equal blocks once); of no problem with several strategies of a layer.
-    assert max(options) == len(capture(Deep(), inputs()).layers)
+    assert max(watched().options) == len(graph_of_all().layers)

@@ -50,7 +50,7 @@ def test_the_papers_plan_is_found_and_run_in_passes(gpus: int) -> None:
     assert decision.prediction.step_s < decided(graph, cluster, "gather").prediction.step_s
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("graph", [perceptron, classifier])
 @pytest.mark.parametrize("devices", [2, 4])
 def test_no_other_legal_scheme_is_faster(graph, devices: int) -> None:  # type: ignore[no-untyped-def]
@@ -101,6 +101,7 @@ def wide(batch: int = 256) -> LayerGraph:
     return capture(nn.Sequential(nn.Linear(2048, 4096), nn.Linear(4096, 4096)), (torch.zeros(batch, 2048),))
 
 
+@pytest.mark.full
 def test_no_combination_of_strategies_and_schemes_is_faster() -> None:
     """Of a model small enough to try all of them the best is found, and by the clock."""
     graph, cluster = wide(), cluster_preset("k20", 2)
@@ -114,6 +115,7 @@ def test_no_combination_of_strategies_and_schemes_is_faster() -> None:
     assert decided(graph, cluster).prediction.step_s <= min(tried) * (1 + 1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", Scheme)
 def test_a_scheme_that_is_asked_for_is_kept(scheme: Scheme) -> None:
     decision = decided(alexnet(512), cluster_preset("k20", 4), scheme.value)
@@ -123,6 +125,7 @@ def test_a_scheme_that_is_asked_for_is_kept(scheme: Scheme) -> None:
     assert decision.proof.status == "OPTIMAL"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", Scheme)
 def test_a_given_plan_keeps_its_scheme_and_the_others_are_priced(scheme: Scheme) -> None:
     graph, cluster = alexnet(512), cluster_preset("k20", 4)
@@ -183,7 +186,7 @@ def test_schemes_that_cannot_be_asked_for(scheme: str, given: Scheme | None, mes
         decided(alexnet(512), cluster_preset("k20", 4), scheme, plan)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE])
 def test_a_scheme_that_is_asked_for_is_not_left_for_a_faster_one(scheme: Scheme) -> None:
     """Fast links hide nothing behind passes: gather is faster here, and only plans of one replica count go without."""

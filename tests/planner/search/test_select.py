@@ -85,7 +85,7 @@ CHAINS = [seed for seed in range(130) if kind_of(seed) != "rows"]
 ROWS = [seed for seed in range(100) if kind_of(seed) == "rows"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", CHAINS)
 def test_no_plan_of_a_chain_beats_what_is_called_optimal(seed: int) -> None:
     drawn = small_case(seed)
@@ -95,14 +95,14 @@ def test_no_plan_of_a_chain_beats_what_is_called_optimal(seed: int) -> None:
     check_against_every_plan(drawn, decision)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", ROWS)
 def test_no_plan_of_rows_of_layers_beats_what_is_called_optimal(seed: int) -> None:
     drawn = small_case(seed)
     check_against_every_plan(drawn, fastest(drawn))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(33))
 def test_nor_where_memory_is_short(seed: int) -> None:
     """A device has room for a part of what the fastest plan takes."""
@@ -145,7 +145,7 @@ def recurrent(count: int, batch: int = 1, steps: int = 16) -> LayerGraph:
     return capture(net, (inputs,))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("gpu", "link", "batch"), [
     ("k20", None, 1), ("v100-sxm2", None, 1), ("h100-sxm", None, 1), ("v100-pcie", None, 4), ("k20", None, 16),
 ])  # fmt: skip
@@ -187,6 +187,7 @@ def alexnet_on(devices: int) -> Drawn:
     return graph, cluster, RooflineCosts(graph, cluster, optimizer="momentum")
 
 
+@pytest.mark.full
 def test_a_plan_that_does_not_fit_with_its_transfers_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, cluster, costs = alexnet_on(2)
     first = fastest((graph, cluster, costs))
@@ -200,7 +201,7 @@ def test_a_plan_that_does_not_fit_with_its_transfers_is_not_taken(monkeypatch: p
     assert other.proof.bound <= first.prediction.step_s
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", ["auto", "gather"])
 def test_an_estimate_is_the_step_of_the_plan_that_is_taken(scheme: str) -> None:
     graph, cluster, costs = alexnet_on(4)
@@ -208,6 +209,7 @@ def test_an_estimate_is_the_step_of_the_plan_that_is_taken(scheme: str) -> None:
     assert step.step_s == pytest.approx(fastest((graph, cluster, costs), scheme=scheme).prediction.step_s)
 
 
+@pytest.mark.full
 def test_every_layer_has_a_reason_and_none_is_below_zero() -> None:
     decision = fastest(alexnet_on(4))
     assert decision.plan.scheme is Scheme.INTERLEAVE

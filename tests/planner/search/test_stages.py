@@ -66,6 +66,7 @@ def test_the_cut_is_about_as_fast_as_the_best_of_all() -> None:
     assert found.prediction.step_s <= 1.03 * min(steps.values())
 
 
+@pytest.mark.full
 def test_taken_where_memory_is_short_and_links_are_slow() -> None:
     net, small = Chain([1024] * 5), 50 << 20
     batch = torch.randn(512, 1024), torch.randn(512, 1024)
@@ -81,7 +82,7 @@ def test_taken_where_memory_is_short_and_links_are_slow() -> None:
     assert ", stages" in text
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("machine", [("4x1", "10gbe"), ("2x2", "pcie3"), ("4", "nvlink2")])
 def test_stages_that_wait_too_long_are_not_solved(machine: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is that of all numbers of groups and micro-batches, of which fewer are solved."""
@@ -103,6 +104,7 @@ def test_stages_that_wait_too_long_are_not_solved(machine: tuple[str, str], monk
     assert few < len(solved) - few
 
 
+@pytest.mark.full
 def test_stages_that_are_asked_for_are_kept() -> None:
     """Where one device alone is the fastest plan, stages that were asked for are kept."""
     batch = torch.randn(256, 1024), torch.randn(256, 1024)
@@ -161,11 +163,13 @@ def test_a_loss_outside_has_no_stages() -> None:
         analyze(nn.Linear(8, 8), torch.randn(8, 8), gpus=2, gpu="v100", stages=2)
 
 
+@pytest.mark.full
 def test_too_little_memory_for_any_stages() -> None:
     with pytest.raises(InfeasiblePlan, match="no plan in 2 stages"):
         planned(stages=2, memory_bytes=1 << 20)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_schedule_that_was_asked_for(schedule: str) -> None:
     assert planned(stages=2, micro_batches=4, schedule=schedule).plan.schedule == schedule

@@ -51,7 +51,7 @@ def plans_on_any_blocks(
     return (graph, cluster, costs), plans, phases
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("branchy", [False, True])
 @pytest.mark.parametrize("seed", range(25))
 def test_no_plan_on_any_blocks_takes_less(seed: int, branchy: bool) -> None:
@@ -65,7 +65,7 @@ def test_no_plan_on_any_blocks_takes_less(seed: int, branchy: bool) -> None:
             assert bound <= step_s * (1 + 1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("branchy", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_arrangements_of_faster_plans_are_possible(seed: int, branchy: bool) -> None:
@@ -97,6 +97,7 @@ def test_a_bound_leaves_out_arrangements() -> None:
     assert sum(map(len, found.possible)) < sum(formulation.problem.sizes) / 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [5, 17, 35, 44])
 def test_what_is_below_a_cutoff_is_found(seed: int) -> None:
     """A faster plan on other blocks than the first: presolve of CP-SAT once took such a model for an infeasible one."""

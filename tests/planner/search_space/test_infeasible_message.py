@@ -35,6 +35,7 @@ def told() -> re.Match[str]:
     return found
 
 
+@pytest.mark.full
 def test_a_model_that_does_not_fit_is_told_how_many_devices_are_enough() -> None:
     count, samples = int(told()[1]), int(told()[2])
     graph = at_batch(capture(NET, (X,)), samples)

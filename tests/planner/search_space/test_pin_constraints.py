@@ -169,7 +169,7 @@ def seeds() -> Iterator[tuple[str, int, int]]:
     yield from (("branches", 3, seed) for seed in (205, 208, 211))
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("model", "devices", "seed"), list(seeds()))
 def test_no_legal_plan_that_keeps_the_pins_is_faster(model: str, devices: int, seed: int) -> None:
     graph, cluster = {"perceptron": perceptron, "branches": branches}[model](), cluster_preset(SLOW, devices)
@@ -206,7 +206,7 @@ def test_no_legal_plan_that_keeps_the_pins_is_faster(model: str, devices: int, s
         assert not all(allowed(graph, left, devices).values())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "devices", "seed"), [case for case in seeds() if case[2] % 3 == 0])
 def test_plans_keep_their_pins(model: str, devices: int, seed: int) -> None:
     graph, cluster = {"perceptron": perceptron, "branches": branches}[model](), cluster_preset(SLOW, devices)
@@ -244,6 +244,7 @@ def test_the_draw_covers_what_can_happen() -> None:
     assert kinds == {"legal", "refused", "inherited", "several"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pins", [["0=replicas:2"], ["3=shards:2"], ["0=gpu:1", "3=gpu:0,1"]])
 def test_strict_rules_hold_beside_pins(pins: list[str]) -> None:
     graph, cluster = perceptron(), cluster_preset(SLOW, 2)
@@ -280,6 +281,7 @@ def test_devices_are_inherited_from_the_first_input_until_pinned_otherwise() -> 
     assert (found["left"], found["add"], found["out"]) == ((2, 3),) * 3
 
 
+@pytest.mark.full
 def test_only_pinned_devices_are_inherited() -> None:
     """A layer pinned to some replicas leaves the one after it free."""
     free, cluster = decided(perceptron(), cluster_preset(SLOW, 4)), cluster_preset(SLOW, 4)
@@ -343,6 +345,7 @@ def test_an_update_period_is_for_layers_with_weights() -> None:
     assert Plan.from_json(decision.plan.to_json()) == decision.plan
 
 
+@pytest.mark.full
 def test_an_update_period_makes_the_solver_find_passes_it_divides() -> None:
     """The fastest plan has one pass; the fastest one with two is another."""
     graph, cluster = perceptron(), cluster_preset(SLOW, 2)
@@ -387,6 +390,7 @@ def test_an_impossible_pin_is_refused_with_its_rule(pins: list[str], text: str) 
     assert f"{parse_pin(pins[-1]).describe()!r}" in str(caught.value)
 
 
+@pytest.mark.full
 def test_pins_that_memory_forbids_together_are_named() -> None:
     graph = perceptron()
     needed = max(decided(graph, cluster_preset(SLOW, 1)).prediction.memory_bytes)

@@ -45,6 +45,7 @@ def test_weights_pinned_to_be_updated_between_passes_have_passes() -> None:
     assert taken_s <= 1.005 * min(step for one, step in steps.items() if one is not Scheme.GATHER and step)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("period", "passes"), [(1, 1), (2, 4)])
 def test_a_layer_in_front_of_the_passes_is_not_said_to_be_updated_between_them(period: int, passes: int) -> None:
     """It runs once: an update after each of its passes is one, and needs none; R8 has other periods divide passes."""
@@ -54,6 +55,7 @@ def test_a_layer_in_front_of_the_passes_is_not_said_to_be_updated_between_them(p
     assert (found.count, found.updated, found.in_front) == (passes, (), ("conv1",))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("scheme", "pin"), [("gather", "fc*=update:1"), ("gather", "fc6=update:2")])
 def test_updates_that_the_scheme_asked_for_has_not_are_refused_with_the_pin(scheme: str, pin: str) -> None:
     text = f"pin {pin!r} (pins): fc6's weights are to be updated between 4 passes"

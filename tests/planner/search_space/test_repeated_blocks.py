@@ -133,7 +133,7 @@ def both(seed: int, plan: Plan) -> list[tuple[Formulation, tuple[int, ...]]]:
     return pairs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", [Scheme.GATHER, Scheme.INTERLEAVE])
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("seed", range(10))
@@ -160,7 +160,7 @@ def layout_changes(formulation: Formulation, choice: tuple[int, ...]) -> float:
     return sum(float(one.cost_s[choice[one.source], choice[one.target]]) for one in formulation.layout_changes)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_transfers_that_blocks_alike_reuse_are_one_decision(seed: int, everywhere: bool) -> None:
@@ -198,7 +198,7 @@ def branches_at_once(seed: int, draw: random.Random) -> Plan | None:
     return replace(plan, layers=layers)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(10))
 def test_no_plan_with_blocks_alike_takes_less_than_the_bound_over_any_blocks(seed: int) -> None:
     draw = random.Random(seed)
@@ -255,6 +255,7 @@ def test_branches_that_all_blocks_have_in_one_phase_are_not_claimed(
     assert (BRANCHES in proof.covered or SOME_BRANCHES in proof.covered) == claimed
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [6, 16, 2])
 def test_a_plan_with_such_branches_at_the_same_time_is_priced_layer_by_layer(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -298,6 +299,7 @@ def test_where_no_plan_with_blocks_alike_fits_every_layer_is_planned_for_itself(
     assert {own.devices for own in found.plan.layers.values()} >= {(0,), (1,)}
 
 
+@pytest.mark.full
 def test_a_search_that_the_time_limit_ends_does_not_claim_that_no_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_off(problem: Problem, *args: Any, **options: Any) -> Solution:
         if len(problem.limits) == 1:
@@ -323,6 +325,7 @@ def whole_layers_on_two_thirds() -> tuple[LayerGraph, Cluster]:
     return graph, replace(cluster, devices=tuple(replace(own, memory_bytes=limit) for own in cluster.devices))
 
 
+@pytest.mark.full
 def test_memory_that_is_missing_is_told_of_all_blocks() -> None:
     body = [layer for _ in range(40) for layer in (nn.Linear(64, 64), nn.ReLU())]
     graph = capture(nn.Sequential(*body), (torch.zeros(4, 64),))
@@ -332,7 +335,7 @@ def test_memory_that_is_missing_is_told_of_all_blocks() -> None:
         decide(graph, cluster, RooflineCosts(graph, cluster, optimizer="adam"), PlanRequest())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("pattern", "alike"), [("*", True), ("40", False)])
 def test_pins_that_treat_blocks_alike_leave_them_alike(pattern: str, alike: bool) -> None:
     body = [layer for _ in range(40) for layer in (nn.Linear(64, 64), nn.ReLU())]

@@ -63,19 +63,20 @@ def chains(yes: bool) -> list[int]:
     return [seed for seed in SEEDS if (kind_of(seed) != "rows") is yes]
 
 
+@pytest.mark.full
 def test_models_are_of_the_kinds_that_their_seeds_say() -> None:
     for seed in range(20):
         assert bool(sections(small_model(seed))) is (kind_of(seed) == "rows")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["all devices", "nested", "any blocks"])
 @pytest.mark.parametrize("seed", chains(True))
 def test_in_one_pass_a_chain_takes_t(seed: int, kind: str) -> None:
     assert all(abs(error) < 1e-6 for error in relative_errors(seed, Scheme.GATHER, kind))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["all devices", "nested", "any blocks"])
 @pytest.mark.parametrize("seed", chains(True))
 def test_in_one_process_a_chain_takes_t_too(seed: int, kind: str) -> None:
@@ -114,7 +115,7 @@ def test_in_one_pass_rows_of_layers_on_all_devices_take_t(seed: int) -> None:
     assert all(abs(error) < 1e-6 for error in relative_errors(seed, Scheme.GATHER, "all devices"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_given_plan_is_predicted_to_take_t_or_its_simulated_step(seed: int) -> None:
     graph, cluster, costs = case(seed)
@@ -165,7 +166,7 @@ def network(name: str) -> LayerGraph:
     return capture(net, (torch.zeros(128, 3, 32, 32),))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gpu", ["k20", "a100-80g-sxm"])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize(("scheme", "everywhere"), [(Scheme.GATHER, True), (Scheme.INTERLEAVE, False)])
@@ -189,7 +190,7 @@ def test_networks_of_usual_sizes_take_t(name: str, scheme: Scheme, everywhere: b
             assert abs(error) < 0.01
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_a_device_goes_back_itself_never_sets_t(seed: int) -> None:
     graph, cluster, costs = case(seed)

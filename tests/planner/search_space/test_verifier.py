@@ -72,6 +72,7 @@ def test_a_sharded_loss_bends_r7() -> None:
     assert bends(plan, graph, "fc") == ()
 
 
+@pytest.mark.full
 def test_an_op_that_parplan_does_not_know_is_named() -> None:
     graph = capture(Distances(), (torch.randn(12, 6),))
     assert {name: unknown_ops(layer.nodes) for name, layer in graph.layers.items()} == {"cdist": ("aten.cdist",)}

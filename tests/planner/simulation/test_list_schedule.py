@@ -98,6 +98,7 @@ def programs(draw: st.DrawFn) -> list[Task]:
     return tasks
 
 
+@pytest.mark.full
 @given(programs())
 def test_every_second_is_accounted_for(tasks: list[Task]) -> None:
     spans = schedule(tasks)

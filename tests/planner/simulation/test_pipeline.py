@@ -100,6 +100,7 @@ def drawn(work: PricedProgram, seed: int) -> PricedProgram:
     return replace(work, layers=layers, moves=moves, overhead_s=0.0, hidden=1.0)
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_step_is_the_longest_path_through_the_table(schedule: str, seed: int) -> None:

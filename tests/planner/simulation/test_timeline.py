@@ -126,6 +126,7 @@ def plans(draw: st.DrawFn, all_devices: bool) -> tuple[LayerGraph, int, dict[str
     return graph, devices, layers
 
 
+@pytest.mark.full
 @settings(max_examples=60)
 @given(plans(all_devices=True), st.sampled_from([None, "10gbe"]))
 def test_on_all_devices_the_clock_shows_the_objective(

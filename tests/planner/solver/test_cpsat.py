@@ -22,6 +22,7 @@ ALL = 10**9
 NEVER = 1e9
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_agrees_with_brute_force(seed: int) -> None:
     for draw in range(30):
@@ -108,6 +109,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.full
 def test_control_c_stops_the_search() -> None:
     child = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None

@@ -57,6 +57,7 @@ def test_bounds_are_below_every_choice() -> None:
 LARGE: list[Callable[[], Problem]] = [lambda: on_blocks(chain(10, 1), 4, 1), lambda: branches(2, 2, 2, 4, 1)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", LARGE)
 def test_cutting_planes_reach_what_many_subgradient_steps_do(make: Callable[[], Problem]) -> None:
     reduced = presolve(make())

@@ -19,7 +19,7 @@ from parplan.planner.solver.solve import GAP, solve
 from tests.planner.oracle import brute_force
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_agrees_with_brute_force(seed: int) -> None:
     statuses = []
@@ -39,6 +39,7 @@ def test_agrees_with_brute_force(seed: int) -> None:
     assert set(statuses) >= {Status.OPTIMAL, Status.INFEASIBLE}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("better", [1e-9, 0.02, 0.2])
 def test_from_a_choice_on_what_is_much_better_is_found(better: float) -> None:
     """From the best choice and from a bad one: how much better none is, the bound says."""
@@ -69,6 +70,7 @@ def test_proves_a_chain(limit: float, bandwidth: float) -> None:
     assert evaluate(problem, found.choice).objective == found.objective
 
 
+@pytest.mark.full
 def test_proves_a_residual_network_and_repeats_itself() -> None:
     problem = network(residual(16, seed=1), devices=8, seed=2)
     first, second = solve(problem, 120), solve(problem, 120)
@@ -132,6 +134,7 @@ def _star(rng: np.random.Generator, ends: int, source: int, others: int) -> Prob
     return one_pass((trunk, *heads), edges)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ends", "source", "others"), [(70, 4, 3), (500, 3, 2)])
 def test_a_trunk_with_many_heads_is_proven(ends: int, source: int, others: int) -> None:
     """More neighbours than an array has dimensions, with several strategies each."""

@@ -27,6 +27,7 @@ SMALL: dict[str, Callable[[int], Problem]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize("start", [0, *(pytest.param(100 * i, marks=pytest.mark.full) for i in range(1, 3))])
 def test_agrees_with_brute_force(kind: str, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +46,7 @@ def test_agrees_with_brute_force(kind: str, start: int, monkeypatch: pytest.Monk
         assert found.bound <= truth.objective * (1 + 1e-9)
 
 
+@pytest.mark.full
 def test_a_cutoff_is_met_or_said_to_be_out_of_reach() -> None:
     for seed in range(12):
         problem = SMALL["blocks"](seed)
@@ -57,6 +59,7 @@ def test_a_cutoff_is_met_or_said_to_be_out_of_reach() -> None:
         assert above.objective == pytest.approx(truth, rel=GAP)
 
 
+@pytest.mark.full
 def test_a_refutation_ends_with_a_choice_clearly_below_the_cutoff() -> None:
     bounds = []
     for seed in range(12):
@@ -74,6 +77,7 @@ def test_a_refutation_ends_with_a_choice_clearly_below_the_cutoff() -> None:
     assert min(bounds) < 1 - 1e-3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["blocks", "branches", "passes"])
 def test_rows_that_a_refutation_leaves_out_deny_no_choice(kind: str) -> None:
     for seed in range(12):
@@ -130,7 +134,7 @@ LARGE: dict[str, Callable[[], Problem]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", LARGE)
 def test_proves_steps_of_networks(kind: str) -> None:
     problem = LARGE[kind]()

@@ -114,6 +114,7 @@ def blocks(count: int, cut: str = "last") -> Decision:
     return priced(graph, data_parallel(graph, 2).with_layers(sharded))
 
 
+@pytest.mark.full
 def test_equal_neighbours_are_one_row_from_three_on() -> None:
     for count in (3, 14):
         rows = [row for row in net_rows(blocks(count), 8) if row.label.startswith("h.")]
@@ -130,6 +131,7 @@ def test_a_row_of_equal_modules_shows_the_first_of_them_inside() -> None:
     assert inside(net_rows(found, 8)[-1], None) == ()
 
 
+@pytest.mark.full
 def test_equal_modules_of_two_placements_are_two_rows_in_a_bracket() -> None:
     rows = net_rows(blocks(14, ".1"), 8)
     assert [(row.label, row.repeats, row.strategy.shards) for row in rows[:2]] == [
@@ -141,6 +143,7 @@ def test_equal_modules_of_two_placements_are_two_rows_in_a_bracket() -> None:
     assert rows[-1].run is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("limit", [3, 5, 8, 24])
 def test_rows_have_every_layer_once_and_are_of_one_placement(limit: int) -> None:
     for found in (decision(), blocks(14), blocks(14, ".1"), alexnet()):

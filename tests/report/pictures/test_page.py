@@ -221,7 +221,7 @@ def test_without_a_graph_it_says_what_is_not_drawn() -> None:
     assert "The step is not drawn: no graph is known." in found.shown
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_name_is_text(name: str) -> None:
     names = tuple(f"{number}{name}" for number in range(len(alexnet().layers)))
@@ -235,6 +235,7 @@ def test_a_hostile_name_is_text(name: str) -> None:
     assert len(text) < 1_000_000
 
 
+@pytest.mark.full
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.text(st.characters(), max_size=40), min_size=1, max_size=6), st.text(max_size=60))
 def test_any_name_is_text(names: list[str], command: str) -> None:
@@ -244,6 +245,7 @@ def test_any_name_is_text(names: list[str], command: str) -> None:
     harmless(found)
 
 
+@pytest.mark.full
 def test_hostile_modules_are_drawn_as_text() -> None:
     """Through capture, simulation and drawing, as a model brings them."""
     net = nn.Sequential()

@@ -86,6 +86,7 @@ def test_parts_with_update_and_runtime_add_up() -> None:
     assert sum(figures.get(name, 0.0) for name in parts) == pytest.approx(figures["step"], abs=0.031)
 
 
+@pytest.mark.full
 @every_case("scale", [1e-6, 1.0, 1e4])
 @every_case("width", [80, 120])
 @every_case("name", sorted(DECISIONS))

@@ -202,6 +202,7 @@ def test_the_first_screen_has_verdict_and_groups(make: object, width: int) -> No
     assert printed(make(), width).startswith("\n".join(lines))
 
 
+@pytest.mark.full
 @every_case("detail", list(Detail))
 @every_case("name", ["\x1b[31mred\x1b[0m", "a\nb\rc", "\u202egnihtyna", "x" * 10_000, "[bold]b[/bold]", ""])
 def test_hostile_names_are_text_on_the_terminal(name: str, detail: Detail) -> None:

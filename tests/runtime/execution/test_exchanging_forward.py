@@ -186,6 +186,7 @@ def _checkpoints(rank: int, ranks: int) -> None:
                 torch.testing.assert_close(one.grad, other.grad, msg=partial(f"{step}: {name}: {{}}".format))
 
 
+@pytest.mark.full
 def test_a_forward_that_the_backward_computes_again() -> None:
     run_case(_checkpoints, 2)
 
@@ -201,6 +202,7 @@ def _uneven(rank: int, ranks: int) -> None:
             pair.plain.zero_grad()
 
 
+@pytest.mark.full
 def test_uneven_samples() -> None:
     run_case(_uneven, 2)
 
@@ -219,6 +221,7 @@ def _hooks(rank: int, ranks: int) -> None:
             called.clear()
 
 
+@pytest.mark.full
 def test_hooks_of_results() -> None:
     run_case(_hooks, 2)
 
@@ -251,6 +254,7 @@ class Tokens(nn.Module):
         return cross_entropy(self.last(self.embed(tokens)).flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.full
 def test_inputs_that_are_not_alike() -> None:
     run_case(_unlike, 2)
 
@@ -317,6 +321,7 @@ def _ways(rank: int, ranks: int) -> None:
             pair.plain.zero_grad()
 
 
+@pytest.mark.full
 def test_processes_that_take_different_ways() -> None:
     run_case(_ways, 2)
 

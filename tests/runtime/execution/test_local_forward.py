@@ -162,6 +162,7 @@ def _several(rank: int, ranks: int) -> None:
             pair.plain.zero_grad()
 
 
+@pytest.mark.full
 def test_losses_that_leave_out_results() -> None:
     run_case(_several, 2)
 
@@ -229,6 +230,7 @@ def _sizes(rank: int, ranks: int) -> None:
             pair.same(f"{first} and {second}")
 
 
+@pytest.mark.full
 def test_calls_with_other_numbers_of_samples_in_one_backward() -> None:
     run_case(_sizes, 2)
 

@@ -108,11 +108,13 @@ def in_groups(rank: int, ranks: int) -> None:
 CASES = {case.__name__: case for case in (on_ranks, unmarked_on_ranks, in_groups)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks(case: str) -> None:
     run_case(CASES[case], 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(4))
 def test_a_whole_hook_sees_what_that_of_the_plain_module_sees(number: int) -> None:
     plain = Net().double()

@@ -40,7 +40,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pin", ["*=replicas:2", "*=shards:2"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_copies_follow_every_write(write: Callable[[nn.Parameter], None], pin: str) -> None:

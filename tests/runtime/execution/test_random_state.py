@@ -200,7 +200,7 @@ def as_ddp(rank: int, ranks: int) -> None:
     assert all(torch.equal(kept[0], other) for other in kept[1:])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [apart, in_unseen_sizes, replayed, as_ddp])
 def test_processes_that_were_seeded_alike(case: Case) -> None:
     run_case(case, 2)

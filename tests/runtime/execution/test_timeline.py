@@ -93,7 +93,7 @@ def test_transfers_are_known_by_the_slot_they_fill_in_both_directions() -> None:
     assert back == set(moved) - {"images@1"}  # nobody asks for the gradient of the images
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("net", "rule"), CASES)
 def test_recording_changes_no_number(net: str, rule: str) -> None:
     module, shape = NETS[net]

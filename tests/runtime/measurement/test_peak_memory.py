@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from parplan.runtime.measurement.peak_memory import held_bytes, step_peak
@@ -9,6 +10,7 @@ from parplan.runtime.measurement.peak_memory import held_bytes, step_peak
 CPU = torch.device("cpu")
 
 
+@pytest.mark.full
 def test_the_most_that_is_alive_at_once_counts() -> None:
     def step() -> None:
         first = torch.empty(1000)
@@ -21,6 +23,7 @@ def test_the_most_that_is_alive_at_once_counts() -> None:
     assert (found.held_bytes, found.rise_bytes, found.peak_bytes) == (40, 8000, 8040)
 
 
+@pytest.mark.full
 def test_the_backward_counts_and_its_releases_too() -> None:
     weight = torch.zeros(1000, requires_grad=True)
 

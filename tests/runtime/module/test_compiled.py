@@ -32,7 +32,7 @@ def batch(net: str, samples: int) -> Tensor:
     return torch.randn(samples, *SHAPES[net], dtype=torch.float64)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("net", "kind", "devices"), [*PLANS, *((net, "one", 2) for net in NETS)])
 def test_a_step_gives_the_plain_models_numbers(net: str, kind: str, devices: int) -> None:
     plain = NETS[net]()
@@ -62,6 +62,7 @@ def test_nested_arguments_and_several_results() -> None:
     assert call(model)(left, right)["scale"] == 2.0
 
 
+@pytest.mark.full
 def test_evaluation_runs_by_the_plan_made_for_training() -> None:
     plain = conv_net()
     asked: list[bool] = []
@@ -312,6 +313,7 @@ def test_on_one_device_a_gradient_is_differentiated_as_in_the_plain_model() -> N
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", range(4))
 def test_a_write_that_autograd_would_not_follow_is_refused(number: int) -> None:
     x = batch("mlp", 4)
@@ -475,6 +477,7 @@ class Bound(nn.Module):
         return result
 
 
+@pytest.mark.full
 def test_code_that_depends_on_the_batch_is_captured_for_each() -> None:
     plain = Bound()
     model = compiled(plain, spread(2, "data"), 2)

@@ -33,6 +33,7 @@ def _trained(number: int) -> int:
     return wrong
 
 
+@pytest.mark.full
 def test_two_threads_compile_and_train_at_the_same_time() -> None:
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(_trained, range(20))) == [0] * 20
@@ -54,6 +55,7 @@ def test_other_threads_keep_their_log_records(caplog: pytest.LogCaptureFixture) 
     assert {record.message for record in caplog.records} == {"from another thread"}
 
 
+@pytest.mark.full
 def test_no_parameter_outlives_its_model() -> None:
     parameters = []
     for _ in range(20):

@@ -36,7 +36,7 @@ NO_MEAN = {"sum": "adds a mean over samples and a sum"}
 """Losses that are no mean and no sum over samples."""
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro_batches", [2, 3, 4])
 @pytest.mark.parametrize("cut", [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("options", INSIDE)
@@ -47,7 +47,7 @@ def test_losses_inside_weigh_what_counts(options: str, cut: tuple[int, int], mic
     trained_beside(Language(**LANGUAGE[options]), cut_losses(*cut), prod(cut), batches, micro_batches)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("loss", ELEMENT_LOSSES)
 def test_losses_of_elements(loss: str, replicas: int) -> None:
@@ -61,7 +61,7 @@ def test_losses_of_elements(loss: str, replicas: int) -> None:
         trained_beside(net, cut_losses(replicas, 1), replicas, batches, 2)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("samples", [12, 7])
 @pytest.mark.parametrize("micro_batches", [2, 3, 5, 12])
 @pytest.mark.parametrize("kind", ["data", "out-features", "hybrid"])
@@ -70,7 +70,7 @@ def test_train_step_is_that_of_the_whole_batch(kind: str, micro_batches: int, sa
     by_train_step(spread(2, kind), 2, micro_batches, samples)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_any_plan_keeps_the_numbers(seed: int) -> None:
     draw = random.Random(seed)
@@ -104,6 +104,7 @@ def batch_of(samples: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 8).double(), torch.randn(samples, 8).double()
 
 
+@pytest.mark.full
 def test_other_results_are_put_together() -> None:
     torch.manual_seed(0)
     model, batch = scored(), batch_of()
@@ -308,6 +309,7 @@ def test_one_micro_batch_is_alive_at_a_time() -> None:
     assert most_saved(6) * 6 == whole
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_on_ranks(ranks: int) -> None:
     run_case(on_ranks, ranks)

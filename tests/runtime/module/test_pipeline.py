@@ -22,16 +22,19 @@ from tests.runtime.pipeline_cases import (
 from tests.runtime.ranks import run_case
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("groups", [2, 3])
 def test_stages_on_one_device_each(schedule: str, groups: int) -> None:
     trained(Staging(groups, groups, 4, schedule), 8)
 
 
+@pytest.mark.full
 def test_interleaved_stages() -> None:
     trained(Staging(2, 2, 4, rounds=2), 8)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("state", STATES)
 def test_stages_of_replicas(state: str) -> None:
     trained(Staging(2, 4, 2, state=state), 16)
@@ -41,6 +44,7 @@ def test_replays_and_tied_weights() -> None:
     trained(Staging(2, 2, 4, saved="replay"), 8, lambda: Tower(tied=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_cut(seed: int) -> None:
     trained(Staging(3, 3, 3, ("1f1b", "gpipe")[seed % 2], seed=seed), 9)
@@ -58,6 +62,7 @@ def test_stages_in_another_order_than_their_layers() -> None:
     trained(Crossing(2, 2, 4, seed=0), 8, Crossed)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_layer_anywhere(seed: int) -> None:
     schedule = ("1f1b", "gpipe")[seed % 2]
@@ -73,10 +78,12 @@ def test_on_ranks(ranks: int) -> None:
     run_case(on_ranks, ranks)
 
 
+@pytest.mark.full
 def test_collectives_of_a_step() -> None:
     run_case(collectives_of_a_step, 2)
 
 
+@pytest.mark.full
 def test_messages_of_a_step() -> None:
     run_case(messages_of_a_step, 2)
 

@@ -260,6 +260,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks(case: str) -> None:
     run_case(CASES[case], 2)
@@ -303,6 +304,7 @@ def _decoded(model: nn.Module, ids: Tensor, tokens: int) -> list[Tensor]:
     return found
 
 
+@pytest.mark.full
 def test_decoding_is_captured_once_per_kind_of_call_and_not_per_length() -> None:
     plain = Decoder().double()
     model = compiled(plain, spread(2, "data"), 2)
@@ -313,6 +315,7 @@ def test_decoding_is_captured_once_per_kind_of_call_and_not_per_length() -> None
     assert count == 2  # of the first call, and of a step with a cache
 
 
+@pytest.mark.full
 def test_an_unseen_size_in_training_or_with_other_attributes_is_captured() -> None:
     plain = Decoder().double()
     model = compiled(plain, spread(2, "data"), 2)

@@ -97,6 +97,7 @@ def _moved(model: nn.Module) -> None:
     model.to(torch.float64)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", [_eval, _part, _attribute, _parameter, _frozen, _module, _hook, _moved])
 def test_a_change_of_the_model_is_seen(change: Callable[[nn.Module], None]) -> None:
     plain, model, found = made()
@@ -109,6 +110,7 @@ def test_a_change_of_the_model_is_seen(change: Callable[[nn.Module], None]) -> N
     torch.testing.assert_close(outcomes[1], outcomes[0], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:Scaled. this step may need more memory")
 @pytest.mark.parametrize(
     "call",

@@ -38,6 +38,7 @@ RULES: dict[str, tuple[int, Rule]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("state", ["replicated", "sharded", "gathered"])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_replicas_in_one_process(devices: int, state: str) -> None:
@@ -45,6 +46,7 @@ def test_replicas_in_one_process(devices: int, state: str) -> None:
     trained(spread(devices, "data"), devices, state, replaying)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis", ["out-features", "in-features"])
 def test_replicas_of_shards_in_one_process(axis: str) -> None:
     cut = Strategy(2, 2, axis, FOUR)
@@ -65,7 +67,7 @@ def test_on_ranks(ranks: int) -> None:
 # ---- beside the same plan that keeps everything ----------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("loss", [whole, checkpointed])
 @pytest.mark.parametrize("name", ["one device", "replicas", "shards"])
@@ -75,6 +77,7 @@ def test_a_decoder_draws_the_same(name: str, loss: object, threads: bool) -> Non
     beside_kept(Decoder(), rule, devices, loss, [words(4), words(4)], threads=threads)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", [one_result, both_results])
 @pytest.mark.parametrize("name", RULES)
 def test_convolutions(name: str, loss: object) -> None:
@@ -83,7 +86,7 @@ def test_convolutions(name: str, loss: object) -> None:
     beside_kept(Mixed(), rule, devices, loss, batches)  # type: ignore[arg-type]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("which", [(0,), (1,), (0, 3), (0, 1, 3), (2, 3, 4, 5), (0, 2, 4, 6, 8)])
 def test_some_layers_of_a_unit(which: tuple[int, ...]) -> None:
     rule = sharded(spread(2, "data"), "gathered")
@@ -92,6 +95,7 @@ def test_some_layers_of_a_unit(which: tuple[int, ...]) -> None:
     beside_kept(Decoder(), rule, 2, whole, [words(4)], which=lambda place: place % 10 in which)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("state", ["replicated", "gathered"])
 def test_a_checkpoint_around_the_model(state: str, use_reentrant: bool) -> None:
@@ -102,11 +106,13 @@ def test_a_checkpoint_around_the_model(state: str, use_reentrant: bool) -> None:
     beside_kept(Rows(), rule, 2, loss, [torch.randn(4, 8).double() for _ in range(2)])
 
 
+@pytest.mark.full
 def test_devices_without_samples() -> None:
     beside_kept(Mixed(), spread(3, "data"), 3, both_results, [torch.randn(2, 3, 8, 8).double()])
     beside_kept(Decoder(), spread(3, "data"), 3, whole, [words(2)])
 
 
+@pytest.mark.full
 def test_autocast() -> None:
     """The replay has the casts of its forward, though the backward runs without."""
     net = Rows().float()
@@ -128,6 +134,7 @@ def replayed(net: nn.Module, state: str = "replicated") -> tuple[Compiled, nn.Mo
     return Compiled(net, replaying(sharded(spread(2, "data"), state), 2), devices=["cpu"] * 2), plain
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("state", ["replicated", "gathered"])
 def test_two_backwards_of_one_forward(state: str) -> None:
     model, plain = replayed(Mixed(), state)
@@ -174,6 +181,7 @@ def test_evaluation_keeps_nothing_and_replays_nothing() -> None:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("state", ["replicated", "gathered"])
 @pytest.mark.parametrize("name", ["net.0.weight", "net.2.bias"])
 def test_parameters_written_before_the_backward_are_refused(name: str, state: str) -> None:
@@ -205,6 +213,7 @@ def test_a_layer_in_no_unit_is_refused() -> None:
 # ---- memory, and the verifier ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_only_what_the_replay_reads_stays() -> None:
     """Of a unit of wide layers nothing is alive behind its forward but its operand; of a kept one, all is."""
     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).double()

@@ -27,12 +27,14 @@ from tests.runtime.slice_cases import (
 FOUR = (0, 1, 2, 3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("state", ["sharded", "gathered"])
 @pytest.mark.parametrize("devices", [2, 3])
 def test_replicas_in_one_process(devices: int, state: str) -> None:
     trained(spread(devices, "data"), devices, state)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("state", ["sharded", "gathered"])
 @pytest.mark.parametrize("axis", ["out-features", "in-features"])
 def test_replicas_of_shards_in_one_process(axis: str, state: str) -> None:
@@ -45,17 +47,20 @@ def test_on_ranks(ranks: int) -> None:
     run_case(on_ranks, ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_on_ranks_by_collectives(ranks: int) -> None:
     run_case(by_collectives, ranks)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [2, 3])
 def test_under_autocast_in_one_process(devices: int) -> None:
     in_every_state_under_autocast(devices)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_under_autocast_on_ranks(ranks: int) -> None:
     run_case(on_ranks_under_autocast, ranks)
 

@@ -152,7 +152,7 @@ def same_parameters(found: nn.Module, wanted: nn.Module) -> None:
 PERIODS = [{}, {"4": 1, "6": 1}, {"4": 2, "6": 2}, {"4": 1, "6": 2}, {"4": 4, "6": 1}, {"6": 2}]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("periods", PERIODS, ids=str)
 @pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE], ids=lambda scheme: scheme.value)
@@ -160,11 +160,13 @@ def test_every_legal_period_updates_as_the_plain_loop(scheme: Scheme, periods: d
     trained_alike(hybrid(4, scheme, periods), small(), [8, 8, 6], (3, 8, 8), optimizer)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE], ids=lambda scheme: scheme.value)
 def test_two_replicas_behind_four(scheme: Scheme) -> None:
     trained_alike(hybrid(4, scheme, {"4": 1, "6": 1}, fewest=2), small(), [8, 8], (3, 8, 8), "momentum")
 
 
+@pytest.mark.full
 def test_one_update_is_the_usual_loop() -> None:
     """Whatever the loss: a sum is no mean over passes, and need not be."""
     case, net = hybrid(2, Scheme.INTERLEAVE, {}), small()
@@ -180,7 +182,7 @@ def test_one_update_is_the_usual_loop() -> None:
     same_parameters(model.module, plain)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(16))
 def test_random_nets_and_periods(seed: int) -> None:
     draw = random.Random(seed)
@@ -213,6 +215,7 @@ class WithLoss(nn.Module):
         return functional.mse_loss(self.net(x), y)
 
 
+@pytest.mark.full
 def test_a_loss_inside_the_model_cannot_be_taken_pass_by_pass() -> None:
     x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
     net = WithLoss()
@@ -246,7 +249,7 @@ UNTRAINABLE: dict[str, tuple[Callable[[nn.Module], object], object, str]] = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("periods", [{}, {"4": 1}], ids=str)
 @pytest.mark.parametrize("name", UNTRAINABLE)
 def test_what_cannot_train_is_refused(name: str, periods: dict[str, int]) -> None:
@@ -258,6 +261,7 @@ def test_what_cannot_train_is_refused(name: str, periods: dict[str, int]) -> Non
         model.train_step(x, y, loss_fn, make(model))  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_a_loss_that_takes_the_models_parameters_is_refused_where_passes_are_updated_apart() -> None:
     """A penalty on weights would be counted for some updates and not for others."""
     x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
@@ -289,6 +293,7 @@ def test_hooks_on_whole_batches_are_refused_where_passes_are_updated_apart() -> 
     model.train_step(x, y, functional.mse_loss, OPTIMIZERS["momentum"](model))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_gradient_hooks_are_refused_where_passes_are_updated_apart(register: str) -> None:
     """They would never be called: what they clip, scale or record would be lost."""
@@ -301,6 +306,7 @@ def test_gradient_hooks_are_refused_where_passes_are_updated_apart(register: str
     model.train_step(x, y, functional.mse_loss, OPTIMIZERS["momentum"](model))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("threads", [False, True])
 def test_a_step_that_was_broken_off_leaves_nothing_behind(threads: bool) -> None:
     case, net = hybrid(2, Scheme.INTERLEAVE, {"4": 1, "6": 1}), small()

@@ -94,6 +94,7 @@ def wrapped(rank: int, ranks: int) -> None:
 CASES = {"accumulation": accumulation, "wrapped": wrapped}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_on_two_processes(case: str) -> None:
     run_case(CASES[case], 2)

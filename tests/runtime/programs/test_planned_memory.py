@@ -75,6 +75,7 @@ def test_no_step_without_gradients_is_warned_of() -> None:
         model(words(4, 50))
 
 
+@pytest.mark.full
 def test_bytes_are_those_of_every_tensor_at_any_number_of_samples() -> None:
     graph = capture(Words(), (words(6, 5),))
     size, parameters = GraphBytes.of(graph), WORDS * WIDTH + WIDTH * 3 + 3
@@ -91,5 +92,6 @@ def _every_rank_warns(rank: int, ranks: int) -> None:
         model(words(2 + rank, 64)).sum().backward()
 
 
+@pytest.mark.full
 def test_every_process_warns_and_counts_the_samples_of_all() -> None:
     run_case(_every_rank_warns, 2)

@@ -121,7 +121,7 @@ def test_samples_are_taken_out_of_a_flattened_dimension(outer: int, inner: int) 
     assert torch.equal(axis.take(flat, [Range(0, 1), Range(2, 4)]), picked.flatten(1, 4))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_replicas_and_shards_give_the_plain_results(name: str) -> None:
     make, dim = MODELS[name]
@@ -135,7 +135,7 @@ def test_replicas_and_shards_give_the_plain_results(name: str) -> None:
     assert all(layer.batch is not None for layer in model.graph.layers.values() if not layer.constant)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["flat_through_layers", "several_results", "flat_twice"])
 def test_drawn_plans_give_the_plain_results(name: str) -> None:
     make, dim = MODELS[name]
@@ -308,7 +308,7 @@ def parts_of_a_gradient(rank: int, ranks: int) -> None:
         same(cut(x, scale), net(x, scale), "without gradients")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [merged, words, refused, shared, large, alike, of_all_together, parts_of_a_gradient])
 def test_processes_get_their_own_results(case: Case) -> None:
     run_case(case, 2)

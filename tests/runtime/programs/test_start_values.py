@@ -91,6 +91,7 @@ def test_in_one_process_as_by_hand() -> None:
     agree(model, found, plain, train(plain, optimizers[1], range(2)))
 
 
+@pytest.mark.full
 def test_saved_by_block_and_resumed_in_one_process(tmp_path: Path) -> None:
     run_case(partial(saved_by_block, tmp_path), 2)
     resumed_by_block(tmp_path, 0, 1)

@@ -109,6 +109,7 @@ class Stepped(nn.Module):
         return self.linear(x) * steps if self.training else self.linear(x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_what_a_capture_has_of_another_number_of_samples_is_no_rounding(
@@ -178,7 +179,7 @@ def misplaced_shard(monkeypatch: pytest.MonkeyPatch) -> None:
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     ("fault", "kind"),
@@ -253,6 +254,7 @@ def test_nothing_is_left_behind() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.full
 def test_a_checkpoint_around_the_call_does_not_see_the_check() -> None:
     packed: list[Tensor] = []
 
@@ -353,7 +355,7 @@ SLICE = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "precision"), SLICE.items())
 def test_sound_models_raise_no_alarm(name: str, precision: str) -> None:
     """A slice of `python -m benchmarks.self_check alarms`."""
@@ -417,7 +419,7 @@ def test_draws_that_cannot_be_replaced_are_named() -> None:
 # --- over processes --------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_processes_check_together(case: str) -> None:
     run_case(CASES[case], 2)

@@ -11,7 +11,7 @@ from tests.runtime.outside_gradient_cases import CASES
 from tests.runtime.ranks import on_two_and_four, run_case
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "ranks"), on_two_and_four(CASES, few_on_four=()))
 def test_terms_beside_the_model_are_averaged_or_refused(case: str, ranks: int) -> None:
     run_case(CASES[case], ranks)

@@ -29,7 +29,7 @@ LONG = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "ranks"),
     on_two_and_four(
@@ -61,6 +61,7 @@ def _alone(rank: int, folder: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_a_rank_that_gathers_alone_ends_with_an_error_at_the_timeout(tmp_path: Path) -> None:
     forkserver()
     mp.start_processes(_alone, (str(tmp_path),), 2, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]

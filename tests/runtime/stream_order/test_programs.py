@@ -15,7 +15,7 @@ from tests.runtime.stream_order.machine import Edge
 from tests.runtime.stream_order.programs import PROGRAMS, plain, run
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_ordered_and_right(name: str) -> None:
     found = run(name)

@@ -160,6 +160,7 @@ class Counts(nn.Module):
         return y
 
 
+@pytest.mark.full
 def test_a_buffer_is_written_when_its_value_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller's stream waits for the devices' before it copies what they computed."""
     model = Compiled(Counts(), planner(spread(2, "data"), 2), devices=["cpu"] * 2)

@@ -47,7 +47,7 @@ def _case(seed: int, draw: int) -> tuple[Problem, Optimum]:
     return problem, brute_force(problem)
 
 
-@pytest.mark.sampled(36)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("step", STEPS)
 def test_keeps_the_optimum(step: Step, seed: int) -> None:
@@ -126,6 +126,7 @@ def _placements(rng: np.random.Generator) -> Problem:
     return Problem(tuple(nodes), edges, (float(rng.integers(16, 60)), float(rng.integers(16, 60))))
 
 
+@pytest.mark.full
 def test_overfull_is_only_claimed_where_nothing_fits() -> None:
     claims = []
     for draw in range(200):

@@ -49,6 +49,7 @@ def _compared(problem: Problem, rng: np.random.Generator) -> bool:
     return True
 
 
+@pytest.mark.full
 def test_of_any_maxima() -> None:
     compared = 0
     for draw in range(300):

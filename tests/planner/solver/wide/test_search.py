@@ -110,6 +110,7 @@ def test_nothing_is_done_after_the_deadline() -> None:
     assert not listener.choices
 
 
+@pytest.mark.full
 def test_ends_when_half_of_the_strategies_are_out() -> None:
     """A strategy far too slow in every node: what is left is solved as a smaller problem, not searched any longer."""
     rng = np.random.default_rng(3)
@@ -123,6 +124,7 @@ def test_ends_when_half_of_the_strategies_are_out() -> None:
     assert all(lower[k] <= truth.objective for lower, k in zip(marginals, truth.choice, strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("limited", [False, True])
 def test_a_climb_ends_when_nothing_moves(limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without limits prices stand still: one more climb, when the maximum has the rows of a better choice."""
