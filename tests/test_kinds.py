@@ -22,7 +22,7 @@ def test_numbers_are_kept(kind: str, plan: str, devices: int) -> None:
     assert found.passed, found.rows
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "whole"), [("language", {"batch_mean"}), ("encoder", set()), ("unet", set())])
 def test_samples_can_be_spread_over_replicas_but_for_the_mean_of_a_loss(kind: str, whole: set[str]) -> None:
     graph = capture(KINDS[kind].build(), KINDS[kind].args())

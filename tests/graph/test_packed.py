@@ -174,7 +174,7 @@ class _Halves(Grouped):
         super().__init__(_differences, heads=8)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [_ScoresApart, _DepthwiseBeforeHeads, _Halves])
 def test_products_are_cut_by_heads_wherever_their_projections_were_packed(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)

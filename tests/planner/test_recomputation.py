@@ -41,7 +41,7 @@ def replaying(plan: Plan, names: Iterable[str]) -> Plan:
     return plan.with_layers({name: replace(plan.layers[name], saved="replay") for name in names})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)

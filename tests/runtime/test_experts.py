@@ -60,7 +60,7 @@ def test_plans_train_as_the_plain_model(form: str, biased: bool, lonely: int | N
             torch.testing.assert_close(found, wanted, rtol=CLOSE, atol=CLOSE, msg=name)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_one_capture_serves_all_numbers_of_samples(form: str) -> None:
     net = mixture(form)

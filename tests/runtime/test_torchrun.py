@@ -24,7 +24,7 @@ from tests.runtime.ranks import on_two_and_four, run_case
 LONG = ("drawn_passes", "own_backwards", "running_statistics", "train_steps")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "ranks"),
     on_two_and_four(

@@ -94,7 +94,7 @@ def test_the_first_replicas_running_statistics_are_recorded() -> None:
         torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
 def test_spectral_norm_keeps_its_vectors(norm: Callable[[nn.Module], nn.Module]) -> None:
     plain = nn.Sequential(norm(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 4)).double()
@@ -386,7 +386,7 @@ READERS: dict[str, Callable[[], Reader]] = {
 LENGTHS = torch.tensor([3, 7, 1, 5, 4])  # the longest sample is on the first device
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("reader", READERS)
 def test_packed_sequences_with_total_length(reader: str) -> None:
     plain = READERS[reader]().double()
@@ -531,6 +531,7 @@ def test_the_example_program_gives_the_plain_models_numbers(capsys: pytest.Captu
     assert sum(line.startswith("the hook on block was called") for line in lines) == 1
 
 
+@pytest.mark.full
 def test_the_example_program_fails_when_numbers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example, "ROUNDING", -1.0)
     with pytest.raises(SystemExit, match="that is more than"):

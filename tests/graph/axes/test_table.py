@@ -92,7 +92,7 @@ def test_shards_compute_the_whole(group: str) -> None:
     run_all((op, partial(shards_compute_the_whole, op)) for op in GROUPS[group])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("group", GROUPS)
 def test_uneven_replicas_compute_the_whole(group: str) -> None:
     run_all((op, partial(uneven_replicas_compute_the_whole, op)) for op in GROUPS[group])

@@ -193,7 +193,7 @@ def test_every_layer_that_samples_reach_has_replicas(name: str) -> None:
     assert [layer.nodes[0].target for layer in whole] == ([torch.ops.aten.arange.default] if name == "numbered" else [])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", IDIOMS)
 def test_it_is_priced_at_any_batch(name: str) -> None:
     few, many = capture(net(name), (samples(4),)), capture(net(name), (samples(12),))

@@ -51,7 +51,7 @@ class Listed(nn.Module):
         return torch.cat([first, last], dim=1) + x.sum(1, keepdim=True)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("written", "slices"), [("", 2), ("taken", 1), ("source", 0)])
 def test_a_list_of_one_index_is_a_section_where_nobody_writes(written: str, slices: int) -> None:
     model, x = Listed(written).double(), torch.randn(4, 3, 4, dtype=torch.float64)

@@ -49,7 +49,7 @@ MESHES = [mesh for mesh in meshes(DEVICES, BATCH, BLOCKS, DEVICES) if mesh.sampl
 
 
 # Without state in slices, whose gathers the plan's costs price one parameter at a time, with the latency of each.
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [one for one in MESHES if one.state == "replicated"][::3], ids=Mesh.describe)
 def test_a_mesh_takes_what_its_plan_takes(mesh: Mesh) -> None:
     found = DECODER.step(mesh)

@@ -95,7 +95,7 @@ def test_no_plan_of_a_chain_beats_what_is_called_optimal(seed: int) -> None:
     check_against_every_plan(drawn, decision)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("seed", ROWS)
 def test_no_plan_of_rows_of_layers_beats_what_is_called_optimal(seed: int) -> None:
     drawn = small_case(seed)

@@ -160,7 +160,7 @@ def layout_changes(formulation: Formulation, choice: tuple[int, ...]) -> float:
     return sum(float(one.cost_s[choice[one.source], choice[one.target]]) for one in formulation.layout_changes)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_transfers_that_blocks_alike_reuse_are_one_decision(seed: int, everywhere: bool) -> None:
@@ -225,7 +225,7 @@ def planned(seed: int, patch: pytest.MonkeyPatch, alike: bool, plan: Plan | None
     return decide(graph, cluster, costs, PlanRequest(tolerance=0.0, started_ranks=True, plan=plan, time_limit_s=8.0))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(8))
 def test_the_report_of_a_plan_is_that_of_all_layers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(seed, monkeypatch, True)
@@ -255,7 +255,7 @@ def test_branches_that_all_blocks_have_in_one_phase_are_not_claimed(
     assert (BRANCHES in proof.covered or SOME_BRANCHES in proof.covered) == claimed
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [6, 16, 2])
 def test_a_plan_with_such_branches_at_the_same_time_is_priced_layer_by_layer(
     seed: int, monkeypatch: pytest.MonkeyPatch

@@ -63,7 +63,7 @@ def assert_same(of: Priced) -> tuple[Timeline, Timeline]:
     return found, each
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", MESHES, ids=Mesh.describe)
 def test_a_mesh_takes_what_its_devices_take_one_by_one(mesh: Mesh) -> None:
     found, each = assert_same(of_mesh(mesh))

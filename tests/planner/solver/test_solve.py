@@ -134,7 +134,7 @@ def _star(rng: np.random.Generator, ends: int, source: int, others: int) -> Prob
     return one_pass((trunk, *heads), edges)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("ends", "source", "others"), [(70, 4, 3), (500, 3, 2)])
 def test_a_trunk_with_many_heads_is_proven(ends: int, source: int, others: int) -> None:
     """More neighbours than an array has dimensions, with several strategies each."""

@@ -34,7 +34,7 @@ def test_interleaved_stages() -> None:
     trained(Staging(2, 2, 4, rounds=2), 8)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("state", STATES)
 def test_stages_of_replicas(state: str) -> None:
     trained(Staging(2, 4, 2, state=state), 16)

@@ -67,7 +67,7 @@ def test_on_ranks(ranks: int) -> None:
 # ---- beside the same plan that keeps everything ----------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("loss", [whole, checkpointed])
 @pytest.mark.parametrize("name", ["one device", "replicas", "shards"])
@@ -77,7 +77,7 @@ def test_a_decoder_draws_the_same(name: str, loss: object, threads: bool) -> Non
     beside_kept(Decoder(), rule, devices, loss, [words(4), words(4)], threads=threads)  # type: ignore[arg-type]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("loss", [one_result, both_results])
 @pytest.mark.parametrize("name", RULES)
 def test_convolutions(name: str, loss: object) -> None:

@@ -27,7 +27,7 @@ from tests.runtime.slice_cases import (
 FOUR = (0, 1, 2, 3)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("state", ["sharded", "gathered"])
 @pytest.mark.parametrize("devices", [2, 3])
 def test_replicas_in_one_process(devices: int, state: str) -> None:
@@ -53,7 +53,7 @@ def test_on_ranks_by_collectives(ranks: int) -> None:
     run_case(by_collectives, ranks)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [2, 3])
 def test_under_autocast_in_one_process(devices: int) -> None:
     in_every_state_under_autocast(devices)

@@ -152,7 +152,7 @@ def same_parameters(found: nn.Module, wanted: nn.Module) -> None:
 PERIODS = [{}, {"4": 1, "6": 1}, {"4": 2, "6": 2}, {"4": 1, "6": 2}, {"4": 4, "6": 1}, {"6": 2}]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("periods", PERIODS, ids=str)
 @pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE], ids=lambda scheme: scheme.value)

@@ -109,7 +109,7 @@ class Stepped(nn.Module):
         return self.linear(x) * steps if self.training else self.linear(x)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_what_a_capture_has_of_another_number_of_samples_is_no_rounding(
