@@ -1,24 +1,32 @@
-"""Every plan of a small model that lacks memory: states, recomputation and micro-batches, beside blocks of devices.
+"""Plans of small models that lack memory, against every plan that fits.
 
-Whether a plan fits is what its lowered program holds, and its seconds are those of its simulated step: neither is what
-the search adds up.
+    python -m benchmarks.proof_memory [N] [--kinds KIND ...] [--devices N] [--limit N] [--json FILE]
+
+Plans are of all numbers of micro-batches, with layers in every state on any aligned blocks of devices, and units
+replayed or not. Whether a plan fits is said by its lowered program, and its seconds by its simulated step: neither is
+what the search adds up. Of each model and number of micro-batches the plans with the least bounds are tried, up to a
+limit; where none is said to fit, those with the least state.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import inf
+from pathlib import Path
 
 import numpy as np
 
-from benchmarks.proof_cases import Problem, drawn
-from benchmarks.proof_plans import EveryPlan, is_legal, simulated_s
+from benchmarks.proof_cases import KINDS, Problem, drawn
+from benchmarks.proof_plans import EveryPlan, is_legal, simulated_s, words
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.errors import CaptureError, PlanError
+from parplan.errors import CaptureError, InfeasiblePlan, PlanError
 from parplan.graph.repeated import unit_of, units
 from parplan.graph.resized import at_batch
 from parplan.lowering.holdings import slices
@@ -29,9 +37,15 @@ from parplan.planner.decision import Decision, PricedGraph
 from parplan.planner.search_space.rules import divisors
 from parplan.planner.search_space.strategies import data_parallel
 from parplan.planner.search_space.verifier import check
-from parplan.planner.solver.problem import FloatArray
+from parplan.planner.solver.problem import FloatArray, Status
 
-__all__ = ["EveryWay", "Tight", "tight"]
+__all__ = ["Answer", "EveryWay", "Tight", "answered", "tight"]
+
+CHOICES = 2_000_000
+"""Most choices of strategies of a model; others are passed over."""
+
+LIMIT, EXACT, OPTIMAL = 1_000, 1e-6, Status.OPTIMAL.value
+DEFAULT = STATES[0], SAVED[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +118,7 @@ def tight(kind: str, seed: int, devices: int) -> Tight:
             check(
                 Plan(own.graph.model, own.graph.fingerprint, own.graph.batch or 1, own.cluster.count, layers), own.graph
             )
-            least.append(max(own.costs.peaks(layers) or [most]))
+            least.append(max(own.costs.peaks(layers)))
     low = 0.95 * min([*least, most])
     cluster = problem.cluster.with_memory(int(draw.uniform(low, most)))
     costs = RooflineCosts(problem.graph, cluster, optimizer=request.optimizer)
@@ -151,10 +165,21 @@ class EveryWay(EveryPlan):
             often[v] = often[v] + (self.micro_batches - 1) * back + seconds[v][1] + seconds[v][2]
         return costs.step.overhead_s + self._busiest_s(often, {}, 0)
 
-    def faster(self, step_s: float, limit: int) -> Iterator[tuple[Plan, float]]:
-        """The legal plans whose bound is below a step and that fit, of the first so many by their bounds, each with
-        its simulated step."""
-        problem, bounds = self.problem, self.least_s().reshape(-1)
+    def state_bytes(self) -> FloatArray:
+        """Bytes of weights and optimizer state on the device with the most of them, of all plans."""
+        costs, layers, held = self.problem.costs, self.problem.graph.layers, list[FloatArray]()
+        for name, own in self.strategies.items():
+            each = [costs.memory(layers[name], one) for one in own]
+            held.append(np.array([float(one.weights_bytes + one.optimizer_bytes) for one in each]))
+        return self._busiest_s(held, {}, 0)
+
+    def fitting(self, step_s: float, limit: int) -> Iterator[tuple[Plan, float]]:
+        """The legal plans that fit and whose bound is below a step, each with its simulated step.
+
+        Of so many at most: those with the least bounds; where any step will do (inf), with the least state.
+        """
+        problem = self.problem
+        bounds = (self.state_bytes() if step_s == inf else self.least_s()).reshape(-1)
         found = np.flatnonzero(bounds < step_s)
         for index in found[np.argsort(bounds[found], kind="stable")][:limit].tolist():
             plan = self.plan(index)
@@ -167,3 +192,100 @@ class EveryWay(EveryPlan):
     def _whole_units(self, layers: Mapping[str, Strategy]) -> bool:
         """Whether the layers of each unit are all replayed, or none."""
         return all(len({layers[name].saved for name in unit}) == 1 for unit in units(self.problem.graph))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A plan that was decided, or that none fits, and the fastest plan that fits, of those tried.
+
+    Args:
+        limit_bytes, wanted_bytes: of each device; what the plan takes that is fastest with enough.
+        status: of the proof; empty where no plan was decided.
+        said: the plan, or the error.
+        fit: how many plans that were tried fit.
+        faster: the fastest of them, where it is faster than the plan.
+    """
+
+    model: str
+    limit_bytes: int
+    wanted_bytes: int
+    status: str
+    said: str
+    step_s: float
+    bound_s: float
+    fit: int
+    faster: str = ""
+    faster_s: float = inf
+
+    @property
+    def gain(self) -> float:
+        """The share of the step that the fastest plan saves; all of it where no plan was decided."""
+        return 1 - self.faster_s / self.step_s if self.faster and self.step_s < inf else float(bool(self.faster))
+
+    @property
+    def wrong(self) -> bool:
+        """Whether what was claimed is not so: a bound that a plan is below, or that there is no plan."""
+        claimed = bool(self.status) or self.said.startswith("no plan fits")
+        return claimed and self.faster_s < self.bound_s * (1 - EXACT)
+
+
+def answered(own: Tight, limit: int = LIMIT) -> Answer | None:
+    """What is decided of a problem, beside what all plans say; None where it has too many."""
+    every = [EveryWay(problem, count) for count, problem in own.counts.items()]
+    if max(one.count for one in every) > CHOICES:
+        return None
+    try:
+        decision = own.decided()
+        proof, plan = decision.proof, decision.plan
+        status, said, bound_s = proof.status, _words(plan), proof.bound
+        step_s = simulated_s(plan, own.counts[plan.micro_batches])
+    except InfeasiblePlan as error:
+        status, said, step_s, bound_s = "", str(error).partition("\n")[0], inf, inf
+    found = [each for one in every for each in one.fitting(step_s, limit)]
+    faster = [(seconds, _words(plan)) for plan, seconds in found if seconds < step_s * (1 - EXACT)]
+    least_s, words = min(faster, default=(inf, ""))
+    name, bytes_s = own.whole.name, (own.limit_bytes, own.fastest_bytes)
+    return Answer(name, *bytes_s, status, said, step_s, bound_s, len(found), words, least_s)
+
+
+def _words(plan: Plan) -> str:
+    """A plan in a line, with its micro-batches, states and replays."""
+    ways = [f"{name}:{one.state}:{one.saved}" for name, one in plan.layers.items() if (one.state, one.saved) != DEFAULT]
+    return " ".join([f"{plan.micro_batches} micro-batches:", words(plan), *ways])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """A line per model, and what was better."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int, nargs="?", default=60, help="models")
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=tuple(KINDS))
+    parser.add_argument("--devices", type=int, default=2, help="at most")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="plans of a model and number of micro-batches")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args(argv)
+    rows = []
+    for n in range(args.count):
+        kind, seed = args.kinds[n % len(args.kinds)], n // len(args.kinds)
+        one = answered(tight(kind, seed, args.devices), args.limit)
+        if one is None:
+            continue
+        rows.append(one)
+        print(f"{one.model:14} {one.status or 'none':9} {one.fit:>6,} fit  {one.said}", flush=True)
+        if one.faster:
+            told = "WRONG" if one.wrong else "missed"
+            print(f"  {told}, {one.gain:.2%}: {one.faster_s * 1e6:,.2f} us, {one.faster}", flush=True)
+    decided = [one for one in rows if one.status]
+    proven = sum(one.status == OPTIMAL for one in decided)
+    missed = sorted((one.gain for one in decided if one.faster), reverse=True)
+    none = [one for one in rows if not one.status]
+    print(
+        f"\n{len(rows)} models: {len(decided)} plans, {proven} called OPTIMAL; {len(missed)} of them missed a faster "
+        f"one{f', {missed[0]:.1%} at most' if missed else ''}; of {len(none)} without a plan "
+        f"{sum(bool(one.faster) for one in none)} have one; {sum(one.wrong for one in rows)} claims are wrong"
+    )
+    if args.json:
+        args.json.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

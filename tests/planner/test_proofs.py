@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import proofs
 from benchmarks.proof_cases import KINDS, drawn
+from benchmarks.proof_memory import answered, tight
 from benchmarks.proof_plans import CLASSES, EveryPlan, is_legal, simulated_s
 from parplan.plan import Scheme
 
@@ -95,3 +96,20 @@ def test_a_bound_is_branched_on_by_choices_of_its_own_problem() -> None:
     found = proofs.chosen(drawn("towers", 2, 4))[1]
     assert found.bound_s is not None
     assert found.bound_s <= found.simulated_s * (1 + proofs.EXACT)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_claim_is_wrong_where_memory_is_short(kind: str, seed: int) -> None:
+    """Bounds, and that no plan fits, in any number of micro-batches and state."""
+    found = answered(tight(kind, seed, 2), 60)
+    assert found is None or not found.wrong, found
+
+
+def test_layers_on_devices_of_their_own_are_found_where_estimates_say_too_much() -> None:
+    """Two of four layers on each device, whose transfers take less than layers estimate; "no plan fits" was said."""
+    found = answered(tight("attention", 2, 2), 300)
+    assert found is not None
+    assert (found.status, found.faster) == (proofs.OPTIMAL, "")
+    assert found.fit > 0

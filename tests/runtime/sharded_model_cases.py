@@ -69,6 +69,18 @@ def replaced(rank: int, ranks: int) -> None:
         pair.steps([sgd(list(m.parameters())) for m in pair.both], clipped(2.0), 2)
 
 
+def parametrization_removed(rank: int, ranks: int) -> None:
+    """Parameters of a parametrization that is removed after they were cut: the next call says so."""
+    net = mlp()
+    nn.utils.parametrizations.weight_norm(net.get_submodule("0"))
+    model = Compiled(net, planner(spread(ranks, "out-features"), ranks))
+    x = torch.randn(2, 6, dtype=torch.float64)
+    model(x).sum().backward()
+    nn.utils.parametrize.remove_parametrizations(model.module.get_submodule("0"), "weight")
+    with pytest.raises(RuntimeFailure, match="not in the model any more"):
+        model(x)
+
+
 def written_copies(rank: int, ranks: int) -> None:
     """Tensors of state_dict() are copies: a write to one is refused at the next call, unless the state was loaded."""
     for rule in placements(ranks):
@@ -402,8 +414,8 @@ def gradients_on_some_ranks(rank: int, ranks: int) -> None:
 CASES = {
     case.__name__: case
     for case in (
-        converted, replaced, written_copies, given_to_plain_tensors, called_directly, in_inference_mode,
-        captured_before, not_cut, recurrent, closures, half, started_alike, clipped_as_in_any_loop,
+        converted, replaced, parametrization_removed, written_copies, given_to_plain_tensors, called_directly,
+        in_inference_mode, captured_before, not_cut, recurrent, closures, half, started_alike, clipped_as_in_any_loop,
         gradients_on_some_ranks, read_later,
     )
 }  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,11 @@ def _scatter_as_pairs(program: ExportedProgram) -> None:
 
 
 def inline_grad_regions(exported: ExportedProgram) -> None:
-    """Copy the nodes of `torch.no_grad` and `enable_grad` regions in; results of the former are detached."""
+    """Copy the nodes of `torch.no_grad` and `enable_grad` regions in; what the former compute is detached.
+
+    What they were given and call by another name (`h.float()` of what is float) stays what it was: torch.export reads
+    all later uses of such a tensor from the region's results.
+    """
     graph = exported.graph
     for node in graph.nodes:
         for source in node.all_input_nodes:
@@ -103,6 +107,7 @@ def inline_grad_regions(exported: ExportedProgram) -> None:
         enabled, region, *operands = node.args
         inner = getattr(exported.graph_module, region.target).graph
         copies = dict(zip(inner.find_nodes(op="placeholder"), operands, strict=True))
+        given = [_given(one, copies) for one in inner.output_node().args[0]]
         with graph.inserting_before(node):
             results: Any = graph.graph_copy(inner, copies)
         for copy in copies.values():
@@ -110,8 +115,8 @@ def inline_grad_regions(exported: ExportedProgram) -> None:
                 copy.meta[NO_GRAD] = not enabled
         for user in list(node.users):
             with graph.inserting_before(node):
-                result = results[user.args[1]]
-                if not enabled:
+                result = given[user.args[1]] or results[user.args[1]]
+                if not enabled and given[user.args[1]] is None:
                     result = graph.call_function(aten.detach.default, (result,))
                     result.meta = {**result.args[0].meta, "val": user.meta["val"], DETACHED: True}
             user.replace_all_uses_with(result)
@@ -121,6 +126,23 @@ def inline_grad_regions(exported: ExportedProgram) -> None:
         if not region.users:
             graph.erase_node(region)
             delattr(exported.graph_module, region.target)
+
+
+def _given(result: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+    """The operand of a region that one of its results is; None where it is computed there."""
+    while result not in operands:
+        call: Any
+        call, place = result.args if result.target is operator.getitem else (result, None)
+        if not isinstance(call.target, torch._ops.OpOverload) or is_inplace(call):
+            return None
+        args, kwargs = fx.map_arg((call.args, call.kwargs), lambda one: one.meta["val"])
+        made = call.target(*args, **kwargs)
+        same = made if place is None else made[place]
+        source = next((one for one in call.all_input_nodes if one.meta.get("val") is same), None)
+        if source is None:
+            return None
+        result = source
+    return operands[result]
 
 
 def rename_output(exported: ExportedProgram, old: str, new: str) -> None:

@@ -193,7 +193,14 @@ class Sharding:
             RuntimeFailure: a parameter cannot be cut, or stands under the name of another one.
         """
         self._check_names()
-        named = {name: self._module.get_parameter(name) for name in self.placements}
+        try:
+            named = {name: self._module.get_parameter(name) for name in self.placements}
+        except AttributeError as error:
+            raise RuntimeFailure(
+                f"a parameter that is cut over processes is not in the model any more ({error}); replace parameters, "
+                "and add or remove their parametrizations, before the first call, or build the model anew, compile it, "
+                "and load state_dict()"
+            ) from error
         whole = {name: p for name, p in named.items() if not isinstance(p, ShardedTensor)}
         if whole:
             self._cut_all(whole)

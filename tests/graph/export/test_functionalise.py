@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.nn import functional as F
 
 from parplan.graph.capture.canonical import canonicalise
+from parplan.graph.capture.capture import capture
 from parplan.graph.export.functionalise import functionalise, inline_grad_regions
 from tests.graph.models import MODELS, rand
 
@@ -58,6 +60,48 @@ def test_counters_are_taken_out() -> None:
     case = MODELS["residual"]()
     counters = functionalise(exported(case.model, *case.args)).counters
     assert counters == {"b_bn1_num_batches_tracked": 1, "b_bn2_num_batches_tracked": 1}
+
+
+class Watched(nn.Module):
+    """Takes a statistic of a value without gradients, of what some function makes of the value."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        with torch.no_grad():
+            mean = self.function(hidden).mean(0)
+        return hidden - mean
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "function",
+    [
+        Tensor.float,
+        Tensor.cpu,
+        lambda h: h.to(h.dtype),
+        lambda h: h.type_as(h).float(),
+        torch.real,
+        lambda h: torch.broadcast_tensors(h, h)[0],
+        torch.atleast_2d,
+        torch.positive,
+        lambda h: h.flatten(1),
+        lambda h: h.detach().float(),
+        torch.abs,
+    ],
+)
+def test_what_no_grad_only_calls_by_another_name_keeps_its_gradient(function: Callable[[Tensor], Tensor]) -> None:
+    """Functions that return their very argument where there is nothing to do; the last two are none."""
+    graph = capture(Watched(function), (rand(4, 6),))
+    (result,) = graph.results
+    assert graph.values[result].requires_grad
+    (hidden,) = graph.layers["linear"].outputs
+    last = graph.layers[list(graph.layers)[-1]]
+    assert hidden in last.inputs
+    assert not any(graph.values[name].requires_grad for name in last.inputs if name != hidden)
 
 
 class Shared(nn.Module):
