@@ -185,8 +185,7 @@ class EveryWay(EveryPlan):
             plan = self.plan(index)
             if not self._whole_units(plan.layers) or not is_legal(plan, problem):
                 continue
-            peaks = problem.costs.peaks(plan.layers)
-            if peaks is None or problem.cluster.has_room(peaks):
+            if problem.cluster.has_room(problem.costs.peaks(plan.layers)):
                 yield plan, simulated_s(plan, problem)
 
     def _whole_units(self, layers: Mapping[str, Strategy]) -> bool:

@@ -223,7 +223,6 @@ def compile(  # the name users know from torch.compile
         output_device, dim: where results go (one process; default: as inputs); the dimension that samples lie along.
         batch_norm: "global" statistics (of the whole batch, the plain model's numbers) or "local" (per replica, as DDP)
         scalars: returned numbers (a loss) are "whole", the plain model's, or "per_replica", as DP and DDP give them;
-            inputs have the gradients of their process's own samples' loss either way.
         inputs: "own" samples of each process; of a "group", shards of a replica (PlanSampler); or the "same", of none.
         same_draws: True: processes seeded alike drop alike, as under DistributedDataParallel; else apart.
         plan, pins, rules and all behind it: as in `analyze`.

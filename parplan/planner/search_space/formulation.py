@@ -186,11 +186,8 @@ def formulate(
     # The devices that are followed hold at least as much as any other of their kind.
     lanes = () if shape.average else shape.lanes
     node_s, edge_s, maxima = assembled(parts)
-    others = [
-        DELIVERY,
-        *["(placement)"] * (len(node_s) - len(names) - 1 - len(reused)),
-        *["(transfer reused)"] * len(reused),
-    ]
+    placed = len(node_s) - len(names) - 1 - len(reused)
+    others = [DELIVERY, *["(placement)"] * placed, *["(transfer reused)"] * len(reused)]
     usages = [tuple(one for number, lane in enumerate(lanes) for one in _usages(own, lane, number)) for own in options]
     usages += [()] * len(others)
     problem = Problem(

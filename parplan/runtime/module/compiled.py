@@ -73,7 +73,8 @@ class Compiled(Wrapped):
         output_device, dim: where results go in one process (default: device 0's place); the dimension of samples.
         batch_norm: "global" statistics over the whole batch, or "local" ones per replica.
         scalars: a result that is one number (a loss) is "whole", the plain model's; or "per_replica", an entry of each
-            replica's own samples, as `nn.DataParallel` gives it (under torchrun each process its own number).
+            replica's own samples, as `nn.DataParallel` gives it (under torchrun each process its own number). Inputs
+            have the gradients of their process's own samples' loss either way.
         inputs: under torchrun, every process brings its "own" samples; the shards of one replica of the plan's first
             layer the same ones, as a "group", ungathered, and get the same results; or all the "same", of no samples.
         same_draws: under torchrun, processes that were seeded alike draw alike (dropout), as DistributedDataParallel's.

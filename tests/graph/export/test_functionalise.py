@@ -73,7 +73,8 @@ class Watched(nn.Module):
         hidden = self.linear(x)
         with torch.no_grad():
             mean = self.function(hidden).mean(0)
-        return hidden - mean
+        result: Tensor = hidden - mean
+        return result
 
 
 @pytest.mark.sampled(3)
