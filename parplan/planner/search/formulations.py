@@ -44,11 +44,17 @@ class Bound:
 
 
 class Formulations:
-    """The shapes of one case, each formulated once for all questions about pins."""
+    """The shapes of one case, each formulated once for all questions about pins.
+
+    Attributes:
+        postponed: whether the last search left layers on any block for later.
+        bound_s: T of no plan that fits is less, by the last search.
+    """
 
     def __init__(self, case: Case, asked: Questions) -> None:
         self.case, self.asked = case, asked
-        self.costs_s = 0.0
+        self.costs_s = self.bound_s = 0.0
+        self.postponed = False
         known = self._candidates(False, case.uneven)
         given = [own.devices for own in case.request.plan.layers.values()] if case.request.plan is not None else []
         blocks = (one.devices for own in known.values() for one in own)

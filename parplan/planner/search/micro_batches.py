@@ -156,6 +156,9 @@ def searched(
     half = max((n for n in counts.doubled if n < counts.count), default=1)
     for count in (n for n in counts.every if half < n < counts.count and not counts.staged):
         counts.attempt(count, counts.ways)
+    # Of fewer, too, with layers on any block, which were left for later.
+    for count in [n for n in counts.postponed if counts.best is not None and n < counts.count and not counts.staged]:
+        counts.attempt(count, counts.ways)
     # Equal blocks apart only where they fit alike in no number of micro-batches: that takes ten times as long.
     for count in counts.doubled if counts.best is None else ():
         if counts.attempt(count, counts.ways, alike=False):
@@ -204,7 +207,7 @@ class _Counts:
         self._nearest: Searched | None = None  # the plan that lacks least
         self._error: InfeasiblePlan | None = None
         self._tried: dict[tuple[int, bool, bool], MicroBatchesTried] = {}
-        self._bounds_s: dict[int, float] = {}  # by numbers of which no plan was found to fit, nor proven not to
+        self._bounds_s: dict[int, float] = {}  # seconds that plans of so many, that fit, take at least
         self.best: Searched | None = None
         self._before: list[Searched] = []  # best plans before the best one
         self.why = ""
@@ -240,11 +243,12 @@ class _Counts:
         """
         key, several = (count, len(ways.states) > 1, len(ways.saved) > 1), count * self._whole
         below_s = min(below_s, self.best.fastest_s if self.best is not None else inf)
+        search = self._search(count, ways, alike)
+        if search is None:
+            return False
+        more = self.doubled if self.best is None else ()
+        left = (ways != self.ways or (ways != _Ways() and n > count and bool(self._sized(n))) for n in more)
         try:
-            search = self._search(count, ways, alike)
-            if search is None:
-                return False
-            left = (ways != self.ways or (ways != _Ways() and n > count and bool(self._sized(n))) for n in self.doubled)
             own = Searched(search, search.best(search.asked.whole, below_s=below_s, left=left))
         except InfeasiblePlan as reason:
             self._error = reason
@@ -252,22 +256,25 @@ class _Counts:
             known = self._tried.get(key)
             if known is None or not known.fits:  # else of fewer states
                 self._tried[key] = MicroBatchesTried(several, None, None, fits_slower, *key[1:])
-            if fits_slower:
-                self._bounds_s.pop(count, None)
+            self._bounds_s[count] = search.bound_s
             return False
         step_s, taken = own.found.proof.objective, (bool(own.found.plan.sharded), bool(own.found.plan.replayed))
         self._tried[key] = MicroBatchesTried(several, step_s, max(own.memory_bytes), own.fits, *taken)
         if key[1:] != taken and own.fits and own.fastest_s >= below_s:  # the best plan of fewer ways again
             self._tried[key] = MicroBatchesTried(several, None, None, True, *key[1:])
         # Plans of all ways are those of the first search and more.
-        self._bounds_s.pop(count, None)
+        self._bounds_s[count] = own.found.proof.bound if own.fits else search.bound_s
         if not own.fits:
             self._nearest = min(filter(None, (own, self._nearest)), key=lambda one: one.lacking_bytes)
-            self._bounds_s[count] = own.found.proof.bound
         elif own.fastest_s < below_s:
             self._before += [self.best] if self.best is not None else []
             self.best = own
         return self.best is own
+
+    @property
+    def postponed(self) -> list[int]:
+        """Numbers of which layers on any block were left for later."""
+        return [count for count in self.doubled if count in self._searches and self._searches[count].postponed]
 
     @property
     def several(self) -> bool:

@@ -85,6 +85,8 @@ class ShapeSearch(Formulations):
         later = any(left) if run.best is None else case.deadline.over()
         if anywhere and not pinned.periods and not later:
             run.any_block()
+        self.postponed = anywhere and later and run.best is None
+        self.bound_s = min(run.bound, self.least_work_s()) if self.postponed else run.bound
         if later and run.best is None and run.unfit is None and not case.saves_memory:
             raise InfeasiblePlan("no plan fits with all state replicated and everything kept")
         return run.found()
@@ -95,19 +97,17 @@ class _Run:
 
     def __init__(self, search: ShapeSearch, pinned: Pinned, part: float, below_s: float = inf) -> None:
         self.search, self.case, self.pinned, self.part = search, search.case, pinned, part
-        self.begin = time.perf_counter()
         self.best: Candidate | None = None
         self.earlier: list[Candidate] = []
-        self.bound, self.tried = inf, 0
+        self.begin, self.bound, self.tried = time.perf_counter(), inf, 0
         self.covered: list[str] = []
         self.without_s: float | None = None
         self.below_s = self.limit_s = below_s
-        self.uneven = self.nothing_fits = False
+        self.uneven = self.nothing_fits = self.left_out = False  # phases of branches that are neither tried nor bounded
         self.unfit: tuple[float, Candidate] | None = None  # bytes it lacks
         self.first: tuple[Formulation, Solution] | None = None
         self.undecided: tuple[Formulation, Solution] | None = None
         self.bounds: dict[Shape, Bound] = {}
-        self.left_out = False  # phases of branches that are neither tried nor bounded
 
     @property
     def cutoff(self) -> float:
