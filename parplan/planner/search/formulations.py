@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from parplan.cost_models.costs import charges
+import numpy as np
+
+from parplan.cost_models.costs import Moments, charges
 from parplan.pins import Pin
 from parplan.plan import Strategy
 from parplan.planner.search.context import Case, far_s, followed, plain
@@ -48,7 +50,7 @@ class Formulations:
 
     Attributes:
         postponed: whether the last search left layers on any block for later.
-        bound_s: T of no plan that fits is less, by the last search.
+        bound_s: T of no plan that fits is less, of those that it did not.
     """
 
     def __init__(self, case: Case, asked: Questions) -> None:
@@ -67,6 +69,10 @@ class Formulations:
         assert found is not None  # every layer has a strategy: whole, on one device
         return found
 
+    def least_s(self) -> float:
+        """T of no plan that fits is less, by the last search."""
+        return min(self.bound_s, self.least_work_s()) if self.postponed else self.bound_s
+
     def least_work_s(self) -> float:
         """Seconds that no plan takes less than: the least work of every layer, shared by all devices."""
         case, total = self.case, 0.0
@@ -80,20 +86,26 @@ class Formulations:
         return case.costs.step.micro_batches * total / case.cluster.count
 
     def lacking_bytes(self, alike: bool = False) -> float:
-        """Bytes of weights, gradients and optimizer state, split as far as they may be, beyond all devices' memory.
+        """Bytes beyond all devices' memory at some moment of the step, where every layer takes as few as it may then.
 
-        Where it is positive, no plan of any shape fits.
+        Where it is positive, no plan of any shape fits: layers take as much on other devices as on the first ones.
 
         Args:
             alike: of plans in which copies of a repeated layer are on the same devices, each of which has room for all.
         """
         formulation, memories = self.one_pass(), self.case.cluster.memory_bytes
-        least = 0.0
+        least = np.zeros(Moments(len(self.case.graph.layers)).end)
         for index, options in enumerate(formulation.options):
             fit = [own for own in options if not alike or own.memory.most_bytes <= max(memories)]
-            each = (own.memory.resident_bytes * len(own.strategy.devices) for own in fit)
-            least += formulation.times(index) * min(each, default=inf)
-        return least - sum(memories)
+            each = np.full((max(1, len(fit)), len(least)), 0.0 if fit else inf)
+            for k, own in enumerate(fit):
+                count, held = len(own.strategy.devices), [one for one in own.memory.held if not one.estimated]
+                for one in held:
+                    each[k, one.start : one.end] += count * one.nbytes
+                if not held:  # costs that know no moments
+                    each[k] += formulation.times(index) * count * own.memory.resident_bytes
+            least += each.min(axis=0)
+        return float(least.max()) - sum(memories)
 
     def formulation(
         self, shape: Shape, beyond_s: float = 0.0, pinned: Pinned = FREE, in_time: bool = False

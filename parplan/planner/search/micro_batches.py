@@ -156,8 +156,7 @@ def searched(
     half = max((n for n in counts.doubled if n < counts.count), default=1)
     for count in (n for n in counts.every if half < n < counts.count and not counts.staged):
         counts.attempt(count, counts.ways)
-    # Of fewer, too, with layers on any block, which were left for later.
-    for count in [n for n in counts.postponed if counts.best is not None and n < counts.count and not counts.staged]:
+    for count in counts.postponed():
         counts.attempt(count, counts.ways)
     # Equal blocks apart only where they fit alike in no number of micro-batches: that takes ten times as long.
     for count in counts.doubled if counts.best is None else ():
@@ -210,8 +209,7 @@ class _Counts:
         self._bounds_s: dict[int, float] = {}  # seconds that plans of so many, that fit, take at least
         self.best: Searched | None = None
         self._before: list[Searched] = []  # best plans before the best one
-        self.why = ""
-        self._stages = decision.NOT_COMPARED  # how plans in stages were compared
+        self.why, self._stages = "", decision.NOT_COMPARED  # how plans in stages were compared
         self.every = (1,) if self._micro_batched is None else divisors(case.graph.batch or 1)
         self.doubled = [1]
         for count in self.every:
@@ -252,18 +250,17 @@ class _Counts:
             own = Searched(search, search.best(search.asked.whole, below_s=below_s, left=left))
         except InfeasiblePlan as reason:
             self._error = reason
-            fits_slower = isinstance(reason, NothingFaster)
             known = self._tried.get(key)
             if known is None or not known.fits:  # else of fewer states
-                self._tried[key] = MicroBatchesTried(several, None, None, fits_slower, *key[1:])
-            self._bounds_s[count] = search.bound_s
+                self._tried[key] = MicroBatchesTried(several, None, None, isinstance(reason, NothingFaster), *key[1:])
+            self._bounds_s[count] = search.least_s()
             return False
         step_s, taken = own.found.proof.objective, (bool(own.found.plan.sharded), bool(own.found.plan.replayed))
         self._tried[key] = MicroBatchesTried(several, step_s, max(own.memory_bytes), own.fits, *taken)
         if key[1:] != taken and own.fits and own.fastest_s >= below_s:  # the best plan of fewer ways again
             self._tried[key] = MicroBatchesTried(several, None, None, True, *key[1:])
         # Plans of all ways are those of the first search and more.
-        self._bounds_s[count] = own.found.proof.bound if own.fits else search.bound_s
+        self._bounds_s[count] = search.least_s() if search.postponed else own.found.proof.bound
         if not own.fits:
             self._nearest = min(filter(None, (own, self._nearest)), key=lambda one: one.lacking_bytes)
         elif own.fastest_s < below_s:
@@ -271,10 +268,11 @@ class _Counts:
             self.best = own
         return self.best is own
 
-    @property
     def postponed(self) -> list[int]:
-        """Numbers of which layers on any block were left for later."""
-        return [count for count in self.doubled if count in self._searches and self._searches[count].postponed]
+        """Numbers below the best plan's of which layers on any block were left until some plan fits."""
+        if self.best is None or self.staged:
+            return []
+        return sorted(n for n, search in self._searches.items() if search.postponed and n < self.count)
 
     @property
     def several(self) -> bool:

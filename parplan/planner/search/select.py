@@ -86,7 +86,7 @@ class ShapeSearch(Formulations):
         if anywhere and not pinned.periods and not later:
             run.any_block()
         self.postponed = anywhere and later and run.best is None
-        self.bound_s = min(run.bound, self.least_work_s()) if self.postponed else run.bound
+        self.bound_s = run.bound
         if later and run.best is None and run.unfit is None and not case.saves_memory:
             raise InfeasiblePlan("no plan fits with all state replicated and everything kept")
         return run.found()
@@ -281,9 +281,9 @@ class _Run:
                 if not self.refuted(bound):
                     self.branches(phases, Bound())
             return
-        known = self.best is not None and not case.cluster.mixed
+        known = self.cutoff < inf and not case.cluster.mixed
         bound = self.bounded(both) if known else Bound()
-        if self.refuted(bound):
+        if self.refuted(bound) or (self.best is None and self.search.lacking_bytes() > 0):
             self.covered += [ANY_BLOCK, BRANCHES]
             return
         own = self.bounded(alone) if known else Bound()
