@@ -242,9 +242,9 @@ def answered(own: Tight, limit: int = LIMIT) -> Answer | None:
         status, said, step_s, bound_s = "", str(error).partition("\n")[0], inf, inf
     found = [each for one in every for each in one.fitting(step_s, limit)]
     faster = [(seconds, _words(plan)) for plan, seconds in found if seconds < step_s * (1 - EXACT)]
-    least_s, words = min(faster, default=(inf, ""))
+    least_s, best = min(faster, default=(inf, ""))
     name, bytes_s = own.whole.name, (own.limit_bytes, own.fastest_bytes)
-    return Answer(name, *bytes_s, status, said, step_s, bound_s, len(found), words, least_s)
+    return Answer(name, *bytes_s, status, said, step_s, bound_s, len(found), best, least_s)
 
 
 def _words(plan: Plan) -> str:

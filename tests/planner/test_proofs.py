@@ -116,6 +116,14 @@ def test_layers_on_devices_of_their_own_are_found_where_estimates_say_too_much()
     assert found.fit > 0
 
 
+@pytest.mark.parametrize(("kind", "seed"), [("chain", 6), ("towers", 7)])
+def test_plans_that_need_less_memory_in_one_micro_batch_are_found(kind: str, seed: int) -> None:
+    """In several the sums of gradients are kept beside, and nothing fits; on the first devices nothing does in one."""
+    found = answered(tight(kind, seed, 4), 100)
+    assert found is not None
+    assert (found.status, found.faster) == (proofs.OPTIMAL, "")
+
+
 @pytest.mark.parametrize("seed", [1, 4, 9])
 def test_fewer_micro_batches_with_layers_on_devices_of_their_own_are_found(seed: int) -> None:
     """The whole batch fits on no first devices; eight micro-batches, called OPTIMAL, took twice as long."""

@@ -38,8 +38,9 @@ def fitting(
     without estimates: what it says of all plans (that none fits, the bound) holds. Where its plan does not fit, the
     estimates count too. Where they are not enough, what its layers take beside them counts for strategies like theirs.
     Where that does not rule the plan out either, the next one has to take less by what is lacking, without its
-    transfers: below the limit and below what this one takes, or this one would be found again. Where nothing that fits
-    is found, the first solution is returned: another shape may still have a plan, and `decide` refuses one that does
+    transfers: below the limit and below what this one takes, or this one would be found again. Where nothing fits with
+    the estimates, they are left again, and what the first plan's layers take counts at once. Where nothing that fits is
+    found, the first solution is returned: another shape may still have a plan, and `decide` refuses one that does
     not fit.
 
     Args:
@@ -53,7 +54,7 @@ def fitting(
         if again == 0 and found.status is Status.UNKNOWN:
             continue  # the smaller problem may be easier
         if again and found.status is Status.INFEASIBLE and estimates:
-            # They may say too much of all plans that fit.
+            # They may say too much of every plan that fits.
             problem, estimates, found = problem.relaxed, False, first
         over = lacking(case, formulation, found.choice) if found.choice is not None else None
         if found.choice is None or over is None:

@@ -157,7 +157,7 @@ def searched(
     for count in (n for n in counts.every if half < n < counts.count and not counts.staged):
         counts.attempt(count, counts.ways)
     for count in counts.postponed():
-        counts.attempt(count, counts.ways)
+        counts.attempt(count, counts.ways, later=False)
     # Equal blocks apart only where they fit alike in no number of micro-batches: that takes ten times as long.
     for count in counts.doubled if counts.best is None else ():
         if counts.attempt(count, counts.ways, alike=False):
@@ -232,19 +232,20 @@ class _Counts:
         """Whether no plan was found to fit, or memory keeps the best one slow."""
         return self.best is None or self.best.held_up
 
-    def attempt(self, count: int, ways: _Ways, alike: bool = True, below_s: float = inf) -> bool:
+    def attempt(self, count: int, ways: _Ways, alike: bool = True, below_s: float = inf, later: bool = True) -> bool:
         """Whether a plan of so many micro-batches fits and is faster than the best one.
 
         Args:
             alike: with equal blocks alike, where they may be; False: apart, where that was not tried.
             below_s: seconds that its step has to stay below.
+            later: layers on any block may be left for later, as long as no plan fits and there are other ways.
         """
         key, several = (count, len(ways.states) > 1, len(ways.saved) > 1), count * self._whole
         below_s = min(below_s, self.best.fastest_s if self.best is not None else inf)
         search = self._search(count, ways, alike)
         if search is None:
             return False
-        more = self.doubled if self.best is None else ()
+        more = self.doubled if later and self.best is None else ()
         left = (ways != self.ways or (ways != _Ways() and n > count and bool(self._sized(n))) for n in more)
         try:
             own = Searched(search, search.best(search.asked.whole, below_s=below_s, left=left))
@@ -269,10 +270,11 @@ class _Counts:
         return self.best is own
 
     def postponed(self) -> list[int]:
-        """Numbers below the best plan's of which layers on any block were left until some plan fits."""
-        if self.best is None or self.staged:
-            return []
-        return sorted(n for n, search in self._searches.items() if search.postponed and n < self.count)
+        """Numbers of which layers on any block were left for later: below the best plan's, or all if none fits."""
+        most = inf if self.best is None else 0 if self.staged else self.count
+        left = sorted(n for n, search in self._searches.items() if search.postponed and n < most)
+        # Where none fits, equal blocks are apart next.
+        return [n for n in left if self.best is not None or self._searches[n].case.fold is None]
 
     @property
     def several(self) -> bool:
