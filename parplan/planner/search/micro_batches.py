@@ -270,11 +270,10 @@ class _Counts:
         return self.best is own
 
     def postponed(self) -> list[int]:
-        """Numbers of which layers on any block were left for later: below the best plan's, or all if none fits."""
-        most = inf if self.best is None else 0 if self.staged else self.count
-        left = sorted(n for n, search in self._searches.items() if search.postponed and n < most)
-        # Where none fits, equal blocks are apart next.
-        return [n for n in left if self.best is not None or self._searches[n].case.fold is None]
+        """Numbers of which layers on any block were left for later: below the best plan's, or one if none fits."""
+        # One keeps no sums beside the gradients; others need more memory than those tried. Equal blocks are apart next.
+        most = self.count if self.best is not None else 2 if self._case.fold is None else 0
+        return sorted(n for n, search in self._searches.items() if search.postponed and n < most and not self.staged)
 
     @property
     def several(self) -> bool:
