@@ -14,7 +14,6 @@ import argparse
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -36,7 +35,6 @@ from parplan.planner.decide import decide
 from parplan.planner.decision import Decision, PricedGraph
 from parplan.planner.search_space.rules import divisors
 from parplan.planner.search_space.strategies import data_parallel
-from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import FloatArray, Status
 
 __all__ = ["Answer", "EveryWay", "Tight", "answered", "tight"]
@@ -113,11 +111,8 @@ def tight(kind: str, seed: int, devices: int) -> Tight:
     most, least = max(fastest.prediction.memory_bytes), list[int]()
     for own in Tight(replace(problem, request=request), most).counts.values():
         every = tuple(range(own.cluster.count))
-        with suppress(PlanError):
-            layers = data_parallel(own.graph, every, STATES[-1], SAVED[-1])
-            check(
-                Plan(own.graph.model, own.graph.fingerprint, own.graph.batch or 1, own.cluster.count, layers), own.graph
-            )
+        graph, layers = own.graph, data_parallel(own.graph, every, STATES[-1], SAVED[-1])
+        if is_legal(Plan(graph.model, graph.fingerprint, graph.batch or 1, own.cluster.count, layers), own):
             least.append(max(own.costs.peaks(layers)))
     low = 0.95 * min([*least, most])
     cluster = problem.cluster.with_memory(int(draw.uniform(low, most)))

@@ -222,7 +222,7 @@ def compile(  # the name users know from torch.compile
         devices: where logical device i lives, some several times; default: one per process, the GPUs here, or the CPU.
         output_device, dim: where results go (one process; default: as inputs); the dimension that samples lie along.
         batch_norm: "global" statistics (of the whole batch, the plain model's numbers) or "local" (per replica, as DDP)
-        scalars: returned numbers (a loss) are "whole", the plain model's, or "per_replica", as DP and DDP give them;
+        scalars: returned numbers (a loss) are "whole", the plain model's, or "per_replica", as DP and DDP give them.
         inputs: "own" samples of each process; of a "group", shards of a replica (PlanSampler); or the "same", of none.
         same_draws: True: processes seeded alike drop alike, as under DistributedDataParallel; else apart.
         plan, pins, rules and all behind it: as in `analyze`.

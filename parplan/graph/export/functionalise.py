@@ -107,7 +107,7 @@ def inline_grad_regions(exported: ExportedProgram) -> None:
         enabled, region, *operands = node.args
         inner = getattr(exported.graph_module, region.target).graph
         copies = dict(zip(inner.find_nodes(op="placeholder"), operands, strict=True))
-        given = [_given(one, copies) for one in inner.output_node().args[0]]
+        given = [None if enabled else _given(one, copies) for one in inner.output_node().args[0]]
         with graph.inserting_before(node):
             results: Any = graph.graph_copy(inner, copies)
         for copy in copies.values():

@@ -103,7 +103,7 @@ class _Run:
         self.covered: list[str] = []
         self.without_s: float | None = None
         self.below_s = self.limit_s = below_s
-        self.uneven = self.nothing_fits = self.left_out = False  # phases of branches that are neither tried nor bounded
+        self.uneven = self.nothing_fits = self.left_out = False  # left_out: branches neither tried nor bounded
         self.unfit: tuple[float, Candidate] | None = None  # bytes it lacks
         self.first: tuple[Formulation, Solution] | None = None
         self.undecided: tuple[Formulation, Solution] | None = None
