@@ -31,10 +31,11 @@ from parplan.planner.explain.advice import ONE, advice, advised, better_batch
 from parplan.planner.explain.branch_report import concurrent_branches, with_concurrency
 from parplan.planner.explain.layer_report import layer_reports, memory_excess, prediction
 from parplan.planner.explain.loss_outside import loss_outside
+from parplan.planner.explain.memory_prices import memory_prices
 from parplan.planner.explain.pin_prices import with_pins
 from parplan.planner.explain.reasons import with_reasons
 from parplan.planner.request import Listener, PlanRequest
-from parplan.planner.search.baselines import baselines, in_fewest_micro_batches
+from parplan.planner.search.baselines import baselines, gpipe, in_fewest_micro_batches
 from parplan.planner.search.context import (
     EXACT,
     Case,
@@ -61,7 +62,7 @@ from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, pin_questions
 from parplan.planner.search_space.rules import parts_words
 from parplan.planner.search_space.strategies import offers_uneven
-from parplan.planner.search_space.verifier import check, mismatches, uneven_replicas
+from parplan.planner.search_space.verifier import check, is_legal, mismatches, uneven_replicas
 from parplan.planner.simulation.timeline import Timeline
 from parplan.planner.solver.problem import Problem, Solution, Status, objective
 from parplan.planner.solver.solve import GAP, solve
@@ -111,9 +112,11 @@ def decide(
     by_hand = _plans_by_hand(result, solve_baseline)
     beside = [one for one in by_hand if one.micro_batches == found.plan.micro_batches]
     simulated = tuple(rival_in_passes(one, case) if one in beside else one for one in by_hand)
+    in_stages = gpipe(result.sized) if result.tried or result.without else ()
     case, found = _taken(search, found, beside)
-    decision = _explained(case, found, search.costs_s, simulated, search.asked.whole, begin)
-    decision = replace(decision, micro_batches=result.tried, without=result.without)
+    decision = _explained(case, found, search.costs_s, (*simulated, *in_stages), search.asked.whole, begin)
+    lacking = result.without or memory_prices(case, found.plan, decision.prediction, result.sized, _priced)
+    decision = replace(decision, micro_batches=result.tried, without=lacking)
     if request.plan is None and memory_excess(cluster, decision.prediction):
         nearest = nearest_to_fitting(cluster, decision.prediction, by_hand) + result.why_whole
         raise InfeasiblePlan(f"{nearest}{_larger(graph, cluster, request, micro_batched)}")
@@ -168,8 +171,7 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
         return predict(graph, request.priced_on(cluster, request.plan), costs, request.plan)
     case = _case(graph, cluster, costs, request)
     result = searched(case, partial(_questions, request, cluster))
-    plan, timeline = result.found.plan, result.case.simulated(result.found.plan)
-    return _predicted(plan, graph, cluster, costs, timeline, *formulated(plan, graph, cluster, costs))
+    return _priced(result.case, result.found.plan)
 
 
 def _taken(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tuple[Case, Found]:
@@ -184,7 +186,7 @@ def _taken(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tu
     decided = request.plan is not None or request.pins or (request.stages or 1) > 1
     if not decided and request.scheme in ("auto", "gather"):
         alone = not request.started_ranks
-        legal = [one for one in by_hand if (alone or one.name != ONE) and _is_legal(one, graph, request.rules)]
+        legal = [one for one in by_hand if (alone or one.name != ONE) and _keeps(one, graph, request.rules)]
         simplest = plan_by_hand(legal, fastest_s, request.tolerance)
     plan = found.plan if simplest is None or simplest.plan is None else replace(simplest.plan, rules=request.rules)
     own = replace(case, cluster=request.priced_on(case.cluster, plan))
@@ -212,15 +214,17 @@ def _taken(search: ShapeSearch, found: Found, by_hand: Sequence[Baseline]) -> tu
     return own, Found(plan, formulation, choice, proof, found.tried, found.without_s)
 
 
-def _is_legal(one: Baseline, graph: LayerGraph, rules: str) -> bool:
+def _keeps(one: Baseline, graph: LayerGraph, rules: str) -> bool:
     """Whether a plan by hand keeps the rules that are asked for."""
     if one.plan is None or rules == "default":
         return one.plan is not None
-    try:
-        check(replace(one.plan, rules=rules), graph)
-    except PlanError:
-        return False
-    return True
+    return is_legal(replace(one.plan, rules=rules), graph)
+
+
+def _priced(case: Case, plan: Plan) -> Prediction:
+    """The predicted step of any plan of a case."""
+    graph, cluster, costs = case.graph, case.cluster, case.costs
+    return _predicted(plan, graph, cluster, costs, case.simulated(plan), *formulated(plan, graph, cluster, costs))
 
 
 def _predicted(

@@ -156,11 +156,13 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Without:
-    """The fastest mesh that lacks something of the plan's: "stages", "tensor shards", "state in slices" or
-    "recomputation". `ratio` is its counted step over that of the plan's mesh, None where none fits."""
+    """A plan that lacks something of the chosen one: "stages", "tensor shards", "state in slices", "recomputation" or
+    "micro-batches". `ratio` is its step over the chosen plan's. Of a mesh it is the fastest one that fits, counted, and
+    None where none does; else the plan itself, with that undone, which need not fit: `memory_bytes` are its peak."""
 
     name: str
     ratio: float | None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -413,7 +415,7 @@ class Decision:
         branches: branches that run at the same time, or were tried to; None where the model has no branches worth it.
         priced: the graph and its costs, for pictures of the step; None in a decision that was put together by hand.
         loss_outside: the price of a loss outside of the plan; None where it is inside, or costs next to nothing.
-        without: the fastest meshes that lack something of a mesh that was chosen.
+        without: plans that lack one of its ways to need less memory.
     """
 
     parameters: int

@@ -22,12 +22,15 @@ from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import fold, unit_of, units
+from parplan.graph.resized import at_batch
 from parplan.pins import pins_from
-from parplan.plan import STATES, Plan, Scheme, Strategy
-from parplan.planner.decide import decide
-from parplan.planner.decision import Decision
+from parplan.plan import SAVED, STATES, Plan, Scheme, Strategy
+from parplan.planner.decide import decide, predict
+from parplan.planner.decision import Decision, Prediction
+from parplan.planner.explain.memory_prices import memory_prices
 from parplan.planner.request import PlanRequest
-from parplan.planner.search.context import formulated
+from parplan.planner.search.context import Case, formulated
+from parplan.planner.search_space.strategies import data_parallel
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.timeline import Kind, simulate
 from parplan.planner.solver.problem import objective
@@ -151,6 +154,7 @@ def test_memory_asks_for_it() -> None:
         decided(graph, cluster.with_memory(min(peak for peak, _ in found.values()) // 2))
     text = printed(decided(graph, cluster.with_memory(int(1.01 * min(peak for peak, _ in found.values())))), 120)
     assert "with recomputation" in text
+    assert "per GiB saved" in text
     assert "run forward again before it (activation checkpointing)" in " ".join(text.split())
 
 
@@ -198,3 +202,29 @@ def test_what_cannot_be_replayed() -> None:
     plan = Plan(graph.model, graph.fingerprint, 4, 1, dict.fromkeys(graph.layers, Strategy(saved="replay")))
     with pytest.raises(PlanError, match=r"0: it cannot be replayed: it is in no unit .*; leave out"):
         check(plan, graph)
+
+
+def test_prices_of_saved_memory_are_of_the_plan_without_it() -> None:
+    """Step and peak of the plan with nothing replayed, all state whole, or in one micro-batch, all else as it is."""
+    cluster = cluster_preset("v100-pcie", 2)
+    whole = capture(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), (torch.zeros(8, 16, 64),))
+
+    def sized(count: int) -> Case:
+        graph = at_batch(whole, 8 // count)
+        return Case.of(graph, cluster, RooflineCosts(graph, cluster, micro_batches=count), PlanRequest())
+
+    def predicted(case: Case, plan: Plan) -> Prediction:
+        return predict(case.graph, case.cluster, case.costs, plan)
+
+    case, layers = sized(2), data_parallel(whole, (0, 1), STATES[-1], SAVED[-1])
+    plan = Plan(whole.model, whole.fingerprint, 8, 2, layers, micro_batches=2)
+    step = predicted(case, plan)
+    prices = memory_prices(case, plan, step, sized, predicted)
+    kept = {name: replace(own, saved="keep") for name, own in layers.items()}
+    replicated = {name: replace(own, state="replicated") for name, own in layers.items()}
+    others = [replace(plan, layers=kept), replace(plan, layers=replicated), replace(plan, micro_batches=1)]
+    for one, other, own in zip(prices, others, (case, case, sized(1)), strict=True):
+        given = predicted(own, other)
+        assert one.ratio == pytest.approx(given.step_s / step.step_s)
+        assert one.memory_bytes == max(given.memory_bytes) != max(step.memory_bytes)
+    assert [one.name for one in prices] == ["recomputation", "state in slices", "micro-batches"]

@@ -19,6 +19,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Scheme, Strategy
 from parplan.planner.decision import Baseline
 from parplan.planner.search.context import Case, formulated
+from parplan.planner.search.stages import equal_parts, why_not
 from parplan.planner.search_space.formulation import Formulation, reassembled
 from parplan.planner.search_space.options import Option, node_parts
 from parplan.planner.search_space.rules import divisors, parts_words
@@ -26,7 +27,7 @@ from parplan.planner.search_space.strategies import data_parallel
 from parplan.planner.search_space.verifier import check, uneven_replicas
 from parplan.planner.solver.problem import Problem, Solution, objective, restrict
 
-__all__ = ["baselines", "choices_by_hand", "in_fewest_micro_batches"]
+__all__ = ["baselines", "choices_by_hand", "gpipe", "in_fewest_micro_batches"]
 
 DATA = "pure data parallel"
 
@@ -39,6 +40,13 @@ _LESS_MEMORY = {
 
 _DATA_PARALLEL = {DATA: (STATES[0], SAVED[0]), **_LESS_MEMORY}
 """The same of all that have every layer on every device."""
+
+BUSY = 4
+"""Micro-batches for each stage from which waiting costs next to nothing, as GPipe's authors found (arXiv
+1811.06965)."""
+
+MOST_RUNS = 20_000
+"""Runs of layers in a step, layers x micro-batches, up to which GPipe is priced: simulating them takes two seconds."""
 
 Solve = Callable[[Problem], Solution]
 Allowed = Callable[[str, Strategy], bool]
@@ -146,6 +154,35 @@ def in_fewest_micro_batches(
                 break
         found += [best] if best is not None else []
     return tuple(found)
+
+
+def gpipe(sized: Callable[[int], Case | None]) -> tuple[Baseline, ...]:
+    """GPipe of equal parts: a stage of whole layers on each device, in the fewest micro-batches from four for each of
+    them on (it holds the activations of all, so that more of them need as much memory), or in one for every sample.
+    Empty where there are no stages, or where simulating them takes long.
+
+    Args:
+        sized: as for `in_fewest_micro_batches`.
+    """
+    whole = sized(1)
+    if whole is None or why_not(whole):
+        return ()
+    each, stages = whole.costs.step.micro_batches, whole.cluster.count
+    known = divisors(whole.graph.batch or 1)
+    count = next((n for n in known if n * each >= BUSY * stages), known[-1])
+    if count * each < stages or count * each * len(whole.graph.layers) > MOST_RUNS:
+        return ()
+    own = sized(count)
+    staged = equal_parts(own) if own is not None else None
+    if staged is None:
+        return ()
+    peak, limit = whole.cluster.fullest(staged.peaks)
+    return (
+        Baseline(
+            "GPipe of equal parts", staged.step_s, int(peak), peak <= limit, plan=staged.plan, limit_bytes=int(limit),
+            micro_batches=staged.plan.micro_batches,
+        ),
+    )  # fmt: skip
 
 
 def _of_one_plan(habit: _Habit, case: Case, plan: Plan, solve: Solve) -> Baseline:

@@ -18,15 +18,16 @@ import numpy as np
 from parplan.cost_models.costs import Moments
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.pipeline.orders import most_in_flight, orders
-from parplan.plan import SCHEDULES, Plan, Strategy
-from parplan.planner.search.context import SIMULATED, Case, pipeline_peaks
+from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Strategy
+from parplan.planner.search.context import SIMULATED, Case, pipeline_peaks, simulated_step
 from parplan.planner.search.formulations import Formulations
 from parplan.planner.search_space.pin_search import masked
+from parplan.planner.search_space.strategies import data_parallel
 from parplan.planner.simulation.priced_program import lowered, priced
 from parplan.planner.solver.problem import Problem, restrict
 from parplan.planner.solver.solve import solve
 
-__all__ = ["Staged", "fastest_in_stages", "has_loss", "why_not", "why_one_group"]
+__all__ = ["Staged", "equal_parts", "fastest_in_stages", "has_loss", "why_not", "why_one_group"]
 
 SHARE = 0.2
 """Part of the time left for the strategies of one number of stages."""
@@ -112,6 +113,17 @@ def fastest_in_stages(search: Formulations, below_s: float, least_s: float, grou
     return best
 
 
+def equal_parts(case: Case) -> Staged | None:
+    """GPipe's plan by hand: layers in their order, cut into a stage for each device that take about equally long, all
+    state and activations kept; None where there are fewer layers than devices. It need not fit."""
+    own = replace(case, request=replace(case.request, schedule=PIPELINED[0]))
+    for plan, _ in _cut(own, data_parallel(case.graph, (0,), STATES[0], SAVED[0]), case.cluster.count, inf):
+        timeline = simulated_step(plan, case.graph, case.cluster, case.costs)
+        assert timeline is not None  # T does not describe stages
+        return Staged(plan, timeline.step_s, pipeline_peaks(plan, case.graph, case.costs))
+    return None
+
+
 def _one_stage(search: Formulations, groups: int, below_s: float) -> Mapping[str, Strategy] | None:
     """Strategies of all layers on the devices of the first group; None where they are no part of a faster plan."""
     case, formulation = search.case, search.one_pass()
@@ -138,8 +150,11 @@ def _one_stage(search: Formulations, groups: int, below_s: float) -> Mapping[str
     return None if found.choice is None else formulation.strategies(narrowed.lift(found.choice))
 
 
-def _cut(case: Case, layers: Mapping[str, Strategy], groups: int) -> Iterator[tuple[Plan, float]]:
-    """Plans with the layers cut into stages, and about the least that each takes."""
+def _cut(
+    case: Case, layers: Mapping[str, Strategy], groups: int, memory_bytes: float | None = None
+) -> Iterator[tuple[Plan, float]]:
+    """Plans with the layers cut into stages, and about the least that each takes; `memory_bytes` instead of what the
+    devices have."""
     graph, cluster, count = case.graph, case.cluster, case.costs.step.micro_batches
     plan = Plan(
         graph.model, graph.fingerprint, count * (graph.batch or 1), cluster.count, layers, case.request.rules,
@@ -152,7 +167,7 @@ def _cut(case: Case, layers: Mapping[str, Strategy], groups: int) -> Iterator[tu
                 continue
             stages = rounds * groups
             flying = [most_in_flight(own, rounds) for own in orders(schedule, groups, stages, count)]
-            limit = min(cluster.memory_bytes) / rounds
+            limit = (min(cluster.memory_bytes) if memory_bytes is None else memory_bytes) / rounds
             ends = load.ends([flying[k % groups] for k in range(stages)], limit)
             if ends is None:
                 continue

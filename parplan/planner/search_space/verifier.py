@@ -16,7 +16,16 @@ from parplan.plan import Plan
 from parplan.planner.search_space import rules
 from parplan.planner.search_space.strategies import batch_units
 
-__all__ = ["bends", "check", "mismatches", "other_batch", "uneven_replicas"]
+__all__ = ["bends", "check", "is_legal", "mismatches", "other_batch", "uneven_replicas"]
+
+
+def is_legal(plan: Plan, graph: LayerGraph) -> bool:
+    """Whether a plan is for this model and keeps all rules."""
+    try:
+        check(plan, graph)
+    except PlanError:
+        return False
+    return True
 
 
 def check(plan: Plan, graph: LayerGraph) -> None:

@@ -28,7 +28,7 @@ from parplan.report.pictures.rows import Row, inside, net_rows
 from parplan.report.pictures.svg import BROAD, NARROW, Drawing, theme
 from parplan.report.pictures.text import visible
 from parplan.report.pictures.timeline import CHARACTER, LIGHT, Drawn, block_words, draw_timeline, predicted_title
-from parplan.report.sections.proof import baseline_remark, claim, compared_plans, heading, seconds_text
+from parplan.report.sections.proof import baseline_remark, claim, compared_plans, heading, lacking_rows, seconds_text
 from parplan.report.sections.verdict import verdict_lines
 from parplan.report.terminal import render
 from parplan.runtime.measurement.measured_spans import by_device
@@ -239,7 +239,8 @@ def _peaks(decision: Decision) -> list[tuple[str, str, str, str]]:
 
 
 def _baselines(decision: Decision) -> list[tuple[str, ...]]:
-    """This plan and those made by hand: name, step, times this plan's step, memory, remarks."""
+    """This plan, those made by hand and those that lack something of it: name, step, times this plan's step, memory,
+    remarks."""
     step_s = decision.prediction.step_s
     times, found = units.step(step_s), list[tuple[str, ...]]()
     for one in compared_plans(decision):
@@ -253,7 +254,7 @@ def _baselines(decision: Decision) -> list[tuple[str, ...]]:
                 visible(baseline_remark(decision, one).text, 400),
             )
         )
-    return found
+    return [*found, *((*figures, remark.text) for *figures, remark in lacking_rows(decision))]
 
 
 def _text(decision: Decision) -> str:

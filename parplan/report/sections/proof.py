@@ -18,7 +18,6 @@ from parplan.planner.decision import (
     Decision,
     Proof,
     Seconds,
-    Without,
 )
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
@@ -29,8 +28,8 @@ NAMED = 2
 """Conditions that the verdict names; more are left to the proof."""
 
 __all__ = [
-    "baseline_remark", "claim", "compared_plans", "conditions", "heading", "print_baselines", "print_proof",
-    "proven_words", "seconds_text",
+    "baseline_remark", "claim", "compared_plans", "conditions", "heading", "lacking_rows", "print_baselines",
+    "print_proof", "proven_words", "seconds_text",
 ]  # fmt: skip
 
 
@@ -52,10 +51,7 @@ def print_baselines(page: Page, decision: Decision) -> None:
         return TableRow(name, figures, [baseline_remark(decision, one)], "bold" if one is rows[0] else "")
 
     page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
-    lacking = [
-        TableRow(f"without {one.name}", ("", "" if one.ratio is None else f"{one.ratio:.2f} x", ""), [_counted(one)])
-        for one in decision.without
-    ]
+    lacking = [TableRow(name, figures, [remark]) for name, *figures, remark in lacking_rows(decision)]
     page.table([Column("step"), Column("vs this"), Column("memory")], [*map(row, rows), *lacking])
     page.blank()
     page.paragraph(decision.advice, first="Advice: ", first_style="bold green")
@@ -68,9 +64,27 @@ def compared_plans(decision: Decision) -> tuple[Baseline, ...]:
     return Baseline("this plan", step.step_s, used, True, micro_batches=plan.micro_batches), *decision.baselines
 
 
-def _counted(one: Without) -> Styled:
-    """The remark on meshes that lack something."""
-    return Styled("none fits", "red") if one.ratio is None else Styled("counted mesh", "dim")
+def lacking_rows(decision: Decision) -> list[tuple[str, str, str, str, Styled]]:
+    """Name, step, times this plan's step, memory and remark of plans that lack something of the plan's: of meshes
+    whether one fits; of this plan with that alone undone whether it fits, and what a GiB costs that is saved so."""
+    step_s, found = decision.prediction.step_s, list[tuple[str, str, str, str, Styled]]()
+    used, limit = decision.cluster.fullest(decision.prediction.memory_bytes)
+    sizes = units.size([one.memory_bytes for one in compared_plans(decision)])
+    for one in decision.without:
+        name = f"without {one.name}"
+        if one.ratio is None:
+            found.append((name, "", "", "", Styled("none fits", "red")))
+            continue
+        ratio = f"{one.ratio:.2f} x"
+        if one.memory_bytes is None:
+            found.append((name, "", ratio, "", Styled("counted mesh", "dim")))
+            continue
+        cost_s, saved = (1 - one.ratio) * step_s, (one.memory_bytes - used) / units.GIB
+        price = f"{units.time(cost_s / saved).text(cost_s / saved)} per GiB saved" if min(cost_s, saved) > 0 else ""
+        excess = "" if one.memory_bytes <= limit else f"does not fit in {units.size(limit).text(limit)}"
+        remark = Styled("; ".join(filter(None, (excess, price))), "red" if excess else "dim")
+        found.append((name, units.step(step_s).text(one.ratio * step_s), ratio, sizes.text(one.memory_bytes), remark))
+    return found
 
 
 def baseline_remark(decision: Decision, one: Baseline) -> Styled:

@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parplan.api import analyze
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.resized import at_batch
 from parplan.plan import Strategy
-from parplan.planner.search.context import pipeline_peaks
+from parplan.planner.request import PlanRequest
+from parplan.planner.search.baselines import gpipe
+from parplan.planner.search.context import Case, pipeline_peaks
 from parplan.planner.search.formulations import Formulations
 from parplan.planner.search.stages import Staged, _Load, _one_stage, fastest_in_stages
 from parplan.planner.simulation.timeline import simulate
@@ -64,6 +67,32 @@ def test_the_cut_is_about_as_fast_as_the_best_of_all() -> None:
             other = replace(plan, layers=layers, schedule=schedule)
             steps[end, schedule] = simulate(graph, cluster, costs, other).step_s
     assert found.prediction.step_s <= 1.03 * min(steps.values())
+
+
+@pytest.mark.parametrize(("batch", "micro_batches"), [(64, 8), (12, 12), (4, 4)])
+def test_gpipe_by_hand_is_cut_where_its_longest_stage_is_shortest(batch: int, micro_batches: int) -> None:
+    """In four micro-batches for each stage, or in as many as there are samples."""
+    whole, cluster = capture(Chain(), (torch.randn(batch, WIDTH), torch.randn(batch, WIDTH))), cluster_preset("v100", 2)
+
+    def sized(count: int) -> Case:
+        graph = at_batch(whole, batch // count)
+        return Case.of(graph, cluster, RooflineCosts(graph, cluster, micro_batches=count), PlanRequest())
+
+    (found,) = gpipe(sized)
+    plan = found.plan
+    assert plan is not None
+    assert (plan.schedule, plan.micro_batches, found.micro_batches) == ("gpipe", micro_batches, micro_batches)
+    case, names = sized(found.micro_batches), list(plan.layers)
+    steps = []
+    for end in range(1, len(names)):
+        layers = {name: Strategy(devices=(int(place >= end),)) for place, name in enumerate(names)}
+        steps.append(simulate(case.graph, cluster, case.costs, replace(plan, layers=layers)).step_s)
+    assert found.step_s is not None
+    assert min(steps) <= found.step_s <= 1.03 * min(steps)
+    assert found.memory_bytes == max(pipeline_peaks(plan, case.graph, case.costs))
+    assert found.fits
+    cluster = cluster.with_memory(found.memory_bytes - 1)
+    assert not gpipe(sized)[0].fits
 
 
 @pytest.mark.full
@@ -114,7 +143,9 @@ def test_stages_that_are_asked_for_are_kept() -> None:
     assert again.prediction.step_s == pytest.approx(found.prediction.step_s)
     assert again.prediction.memory_bytes == found.prediction.memory_bytes
     assert again.proof.bound < again.prediction.step_s
-    assert {one.plan.schedule for one in found.baselines if one.plan is not None} == {"serial"}
+    by_hand = {one.plan.schedule: one.name for one in found.baselines if one.plan is not None}
+    assert by_hand.keys() <= {"serial", "gpipe"}
+    assert by_hand.get("gpipe") == "GPipe of equal parts"
 
 
 @pytest.mark.parametrize("seed", range(20))
