@@ -72,6 +72,9 @@ __all__ = ["Listener", "PlanRequest", "decide", "estimate", "predict"]
 BASELINE_TIME = 0.2
 """Part of the time left that the solve of each baseline may take."""
 
+MOST_NAMED = 64
+"""Devices up to which a machine that is large enough is looked for: each number takes a second or two."""
+
 OPEN = 1e-3
 """A gap of the search below this says nothing of the plan, however it ended."""
 
@@ -104,10 +107,22 @@ def decide(
         limit_s = case.deadline.part_s(BASELINE_TIME)
         return case.deadline.watched(solve(problem, limit_s))
 
+    free = micro_batched is not None and request.plan is None and not request.pins and request.rules == "default"
+
+    def enough(counts: range) -> str:
+        """The fewest of so many devices that are enough; empty where something is decided by hand, or none are."""
+        if not free or not graph.training or cluster.mixed or cluster.home is not None:
+            return ""
+        return enough_devices(graph, cluster, request.precision, request.optimizer, counts)
+
+    def refused(why: str) -> InfeasiblePlan:
+        more = enough(range(2 * cluster.count, MOST_NAMED + 1))
+        return InfeasiblePlan(f"{why}\n  {more}" if more else why)
+
     try:
         result = searched(case, partial(_questions, request, cluster), micro_batched)
     except InfeasiblePlan as reason:
-        raise InfeasiblePlan(f"{reason}{_larger(graph, cluster, request, micro_batched)}") from reason
+        raise refused(str(reason)) from reason
     search, found, case = result.search, result.found, result.case
     by_hand = _plans_by_hand(result, solve_baseline)
     beside = [one for one in by_hand if one.micro_batches == found.plan.micro_batches]
@@ -118,8 +133,10 @@ def decide(
     lacking = result.without or memory_prices(case, found.plan, decision.prediction, result.sized, _priced)
     decision = replace(decision, micro_batches=result.tried, without=lacking)
     if request.plan is None and memory_excess(cluster, decision.prediction):
-        nearest = nearest_to_fitting(cluster, decision.prediction, by_hand) + result.why_whole
-        raise InfeasiblePlan(f"{nearest}{_larger(graph, cluster, request, micro_batched)}")
+        raise refused(nearest_to_fitting(cluster, decision.prediction, by_hand) + result.why_whole)
+    if MESHES not in found.proof.covered and not any(one.name == ONE and one.fits for one in by_hand):
+        fewer = enough(range(1, cluster.count))  # of models as large as those of meshes that takes ten seconds and more
+        decision = replace(decision, notes=(*decision.notes, *[f"{fewer[:1].upper()}{fewer[1:]}."] * bool(fewer)))
     return with_pins(case, decision, search, search.asked) if request.pins else decision
 
 
@@ -134,14 +151,6 @@ def _plans_by_hand(result: Searched, solve: Callable[[Problem], Solution]) -> tu
         return known
     own = {one.name: one for one in in_fewest_micro_batches(plan, case.cluster, result.sized, solve)}
     return tuple(one if one.name == ONE else own.get(one.name, one) for one in known)
-
-
-def _larger(graph: LayerGraph, cluster: Cluster, request: PlanRequest, micro_batched: MicroBatched | None) -> str:
-    """A machine that is large enough, for a message; empty where something is decided by hand."""
-    by_hand = micro_batched is None or request.plan is not None or request.pins or request.rules != "default"
-    if by_hand or not graph.training or cluster.mixed or cluster.home is not None:
-        return ""
-    return enough_devices(graph, cluster, request.precision, request.optimizer)
 
 
 def _questions(request: PlanRequest, cluster: Cluster, graph: LayerGraph) -> Questions:

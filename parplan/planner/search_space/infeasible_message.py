@@ -22,9 +22,6 @@ from parplan.planner.solver.problem import Cause, Solution
 
 __all__ = ["enough_devices", "nearest_to_fitting", "why_not"]
 
-MOST = 64
-"""Devices up to which a machine that is large enough is looked for: each number takes a second or two."""
-
 _REMEDIES = (
     "possible remedies: more devices, devices with more memory (--memory), a smaller --batch, --dtype bf16, or an "
     "--optimizer with less state"
@@ -75,16 +72,17 @@ def nearest_to_fitting(cluster: Cluster, step: Prediction, by_hand: Sequence[Bas
     )
 
 
-def enough_devices(graph: LayerGraph, cluster: Cluster, precision: str, optimizer: str) -> str:
-    """The line of a message that names the fewest devices, doubled, on which data parallel training fits with all state
-    in slices, everything replayed and a sample at a time; empty where none do.
+def enough_devices(graph: LayerGraph, cluster: Cluster, precision: str, optimizer: str, counts: range) -> str:
+    """The sentence that names the fewest devices, doubled, on which data parallel training fits with all state in
+    slices, everything replayed and a sample at a time; empty where none do.
 
     Args:
         graph: of the whole batch, of equal devices with a process each.
+        counts: from the least number of devices to look at.
     """
-    batch, limit, count = graph.batch or 1, cluster.devices[0].memory_bytes, cluster.count
-    held = training_state_bytes(graph, optimizer)
-    while (count := 2 * count) <= min(batch, MOST):
+    batch, limit = graph.batch or 1, cluster.devices[0].memory_bytes
+    held, count = training_state_bytes(graph, optimizer), counts.start // 2
+    while (count := max(1, 2 * count)) in counts and count <= batch:
         if batch % count or held > count * limit:
             continue
         try:
@@ -93,11 +91,12 @@ def enough_devices(graph: LayerGraph, cluster: Cluster, precision: str, optimize
             parts, small = 1, graph  # what needs all samples at once
         chosen = data_parallel(small, tuple(range(count)), STATES[-1], SAVED[-1])
         wider = Cluster.of(cluster.devices[0], count, (Link("any", count, 0.0, 1.0),))  # memory is that of any link
-        most = max(RooflineCosts(small, wider, precision, optimizer, micro_batches=parts).peaks(chosen))
-        if most <= limit:
+        peak = max(RooflineCosts(small, wider, precision, optimizer, micro_batches=parts).peaks(chosen))
+        if peak <= limit:
             several = f"{parts} micro-batches of " if parts > 1 else ""
+            which = f"{count} of these devices are enough: data parallel with state in slices and"
             return (
-                f"\n  {count} of these devices are enough: data parallel with state in slices and recomputation, "
-                f"{several}{counted(batch // parts, 'sample')}, takes {size_text(most)} on each"
+                f"{which if count > 1 else 'one of these devices is enough:'} recomputation, {several}"
+                f"{counted(batch // parts, 'sample')}, takes {size_text(peak)}{' on each' if count > 1 else ''}"
             )
     return ""

@@ -55,3 +55,10 @@ def test_no_larger_machine_is_named_beside_what_is_decided_by_hand(options: dict
     with pytest.raises(ParplanError) as refused:
         analyze(nn.Linear(512, 512), torch.randn(16, 512), gpus=1, gpu="a100", memory_bytes=1 << 20, **options)
     assert "are enough" not in str(refused.value)
+
+
+@pytest.mark.full
+def test_a_plan_says_how_few_devices_are_enough() -> None:
+    found = analyze(NET, X, gpus=2 * int(told()[1]), gpu="a100", memory_bytes=SMALL)
+    assert found.notes[-1] == f"{told()[0]}."
+    assert "enough" not in " ".join(analyze(NET, X, gpus=2, gpu="a100").notes)  # one has room for all
