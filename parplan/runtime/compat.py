@@ -9,11 +9,11 @@ import atexit
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -29,11 +29,12 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 from parplan.accelerators import accelerator_type
 
 __all__ = [
-    "FOREACH_CLASSES", "Version", "WeakGroup", "as_subclass_with_dispatch", "become", "call_hooks_with_gradients_only",
-    "default_store", "gather_slices", "gradient_hooks", "group_timeout", "in_backward", "keeps_graph",
-    "local_ops_only", "memory_in_use", "read_all", "recomputed_once", "release_destroyed_group",
-    "replace_given_data", "state_by_block", "sum_to_slices", "support_foreach", "tensors_of_memory", "version",
-    "without_tensor_hooks", "without_weak_references", "wrapper_tensor", "write_counter", "writes",
+    "FOREACH_CLASSES", "Version", "WeakGroup", "as_subclass_with_dispatch", "become", "before_optimizer_state",
+    "call_hooks_with_gradients_only", "default_store", "gather_slices", "gradient_hooks", "group_timeout",
+    "in_backward", "keeps_graph", "loaded_metadata", "local_ops_only", "memory_in_use", "read_all", "recomputed_once",
+    "release_destroyed_group", "replace_given_data", "state_by_block", "sum_to_slices", "support_foreach",
+    "tensors_of_memory", "version", "without_tensor_hooks", "without_weak_references", "wrapper_tensor",
+    "write_counter", "writes",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Tensor)
@@ -147,6 +148,21 @@ def replace_given_data(replacement: Callable[[Tensor, Any], Any]) -> None:
     data: Any = Tensor.data
     given = property(data.__get__, lambda tensor, value: data.__set__(tensor, replacement(tensor, value)))
     Tensor.data = given  # type: ignore[assignment]
+
+
+def before_optimizer_state(act: Callable[[Optimizer], object]) -> None:
+    """From here on, `act(optimizer)` is called before `optimizer.state_dict()` of any optimizer in the process.
+
+    torch has hooks for that of each optimizer by itself, which a copied one does not have.
+    """
+    plain = Optimizer.state_dict
+
+    @wraps(plain)
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        act(self)
+        return plain(self)
+
+    Optimizer.state_dict = state_dict  # type: ignore[method-assign]
 
 
 def wrapper_tensor(cls: type[T], shape: tuple[int, ...], like: Tensor) -> T:
@@ -311,6 +327,19 @@ def state_by_block() -> bool:
                 return not getattr(options, "full_state_dict", True)
         frame = frame.f_back
     return False
+
+
+def loaded_metadata() -> Mapping[str, Any]:
+    """Metadata of the state that torch is loading, by the names of modules: above all the versions that saved it.
+
+    A module's `_load_from_state_dict` gets that of itself, and none of what its submodules would get.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "load" and frame.f_globals.get("__name__") == nn.Module.__module__:
+            return frame.f_locals.get("metadata") or {}
+        frame = frame.f_back
+    return {}
 
 
 @contextmanager

@@ -161,6 +161,41 @@ def assigned(rank: int, ranks: int) -> None:
     same(model, plain)
 
 
+class Versioned(nn.Linear):
+    """A layer whose weights were kept with the other sign by its first version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *more: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = -state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *more)
+
+
+def versions(rank: int, ranks: int) -> None:
+    """Layers are told which version of theirs saved what they load, also inside of a larger model."""
+    plain = nn.Sequential(Versioned(6, 4)).double()
+    plain_state = plain.state_dict()
+    model, _ = trained(rank, ranks, copy.deepcopy(plain))
+    model.load_state_dict(plain_state)
+    same(model, plain)
+    larger, other = nn.ModuleDict({"part": model}), nn.ModuleDict({"part": copy.deepcopy(plain)})
+    other.load_state_dict(larger.state_dict())
+    same(other, larger)
+    larger.load_state_dict(other.state_dict())
+    same(model, plain)
+
+
+def states_before_a_step(folder: Path, rank: int, ranks: int) -> None:
+    """Optimizers that have made no step, but have a state of cut parameters, save whole tensors."""
+    model, optimizer = trained(rank, ranks)
+    early = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    assert {type(value) for value in tensors(early.state_dict()).values()} == {Tensor}
+    other, other_optimizer = copy.deepcopy((model, optimizer))
+    parplan.save_checkpoint(folder / "run.pt", model=other, optimizer=other_optimizer, early=early)
+    torch.testing.assert_close(other_optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+
+
 def resumed_with_a_scheduler(folder: Path, rank: int, ranks: int) -> None:
     """Optimizer and scheduler go on where they were, loaded before the first call."""
 
@@ -333,7 +368,8 @@ def page(folder: Path, rank: int, ranks: int) -> None:
         same(again, model)
 
 
-ALONE = (whole_and_plain, other_states, assigned, full_states, on_one_rank_alone)
+ALONE = (whole_and_plain, other_states, assigned, versions, full_states, on_one_rank_alone)
 WITH_FILES = (
-    damaged_places, resumed_with_a_scheduler, sharded, buffers_by_channels, flat_states, saved_meanwhile, page,
+    damaged_places, states_before_a_step, resumed_with_a_scheduler, sharded, buffers_by_channels, flat_states,
+    saved_meanwhile, page,
 )  # fmt: skip

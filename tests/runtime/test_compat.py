@@ -26,11 +26,13 @@ from parplan.runtime.compat import (
     WeakGroup,
     as_subclass_with_dispatch,
     become,
+    before_optimizer_state,
     default_store,
     gradient_hooks,
     group_timeout,
     in_backward,
     keeps_graph,
+    loaded_metadata,
     local_ops_only,
     memory_in_use,
     read_all,
@@ -390,3 +392,27 @@ def test_tensors_of_a_memory_are_counted() -> None:
     assert tensors_of_memory(parameter) == 2
     lstm = nn.LSTM(2, 3)
     assert {tensors_of_memory(weight) for weight in lstm.parameters()} == {1}
+
+
+def test_optimizers_are_seen_before_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim.Optimizer, "state_dict", torch.optim.Optimizer.state_dict)
+    seen: list[object] = []
+    before_optimizer_state(seen.append)
+    optimizer = torch.optim.Adagrad([nn.Parameter(torch.ones(2))])
+    again = copy.deepcopy(optimizer)
+    torch.testing.assert_close(again.state_dict(), optimizer.state_dict())
+    assert seen == [again, optimizer]
+
+
+def test_a_module_that_is_loaded_can_ask_what_the_state_says_of_others() -> None:
+    found: list[Any] = []
+
+    class Asks(nn.Linear):
+        def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+            found.append(loaded_metadata())
+
+    model = nn.Sequential(Asks(2, 2), nn.BatchNorm1d(2))
+    assert loaded_metadata() == {}
+    model.load_state_dict(model.state_dict(), strict=False)
+    model.load_state_dict(dict(model.state_dict()), strict=False)
+    assert found == [{"": {"version": 1}, "0": {"version": 1}, "1": {"version": 2}}, {}]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from parplan.compat import parallel_wrapper
 from parplan.errors import RuntimeFailure
+from parplan.runtime.compat import loaded_metadata
 from parplan.runtime.sharded_state.cutting import Sharding, gathered
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
 
@@ -96,14 +98,12 @@ class Wrapped(nn.Module):
         if slices is None and not any(isinstance(p, ShardedTensor) for p in self.module.parameters()):
             return self.module.state_dict(*args, **kwargs)
         # As a part of a larger model it adds to that model's state, under a prefix.
-        whole, prefix = kwargs.pop("destination", None), kwargs.pop("prefix", "")
-        own: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        own.update(slices.gather(own) if slices is not None else gathered(own))
-        if whole is None and not prefix:
-            return own
-        whole = whole if whole is not None else {}
-        whole.update({prefix + name: value for name, value in own.items()})
-        return whole
+        prefix = kwargs.get("prefix", "")
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        whole = slices.gather(own) if slices is not None else gathered(own)
+        state.update({prefix + name: value for name, value in whole.items()})
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a plain model's state, of full tensors; each rank keeps its blocks."""
@@ -121,7 +121,9 @@ class Wrapped(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Load as a part of a larger model, which has its state under `prefix`."""
-        own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        own = OrderedDict((n.removeprefix(prefix), value) for n, value in state_dict.items() if n.startswith(prefix))
+        told = {f"{name}.": of for name, of in loaded_metadata().items()}
+        vars(own)["_metadata"] = {n.removeprefix(prefix)[:-1]: of for n, of in told.items() if n.startswith(prefix)}
         try:
             assign = bool(local_metadata.get("assign_to_params_buffers", False))
             found = self.load_state_dict(own, strict=False, assign=assign)

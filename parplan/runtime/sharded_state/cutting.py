@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from parplan.errors import RuntimeFailure
 from parplan.layout import Block, shape_of
 from parplan.runtime.compat import (
     become,
+    before_optimizer_state,
     replace_given_data,
     state_by_block,
     tensors_of_memory,
@@ -315,7 +316,9 @@ class Sharding:
         Raises:
             RuntimeFailure: a tensor does not have the model's shape.
         """
-        cut = dict(state)
+        cut = OrderedDict(state)
+        if (versions := getattr(state, "_metadata", None)) is not None:
+            vars(cut)["_metadata"] = versions  # of the modules that saved it, as torch's own states have them
         loaded = set(map(id, state.values()))
         self._state_copies = [copy for copy in self._state_copies if id(copy.tensor()) not in loaded]
         for name, value in state.items():
@@ -383,17 +386,23 @@ def _watch_optimizers() -> None:
 
     State that an optimizer makes of a sharded parameter is sharded by itself (`zeros_like`). What was made before the
     parameters were cut, or loaded from a file of whole tensors, is cut before the next step. `optimizer.state_dict()`
-    gathers, so that a saved state fits a plain model and any number of processes.
+    gathers, so that a saved state fits a plain model and any number of processes; also that of an optimizer that has
+    made no step, as Adagrad has a state from the start, and a copied optimizer the state of another one.
     """
     register_optimizer_step_pre_hook(_before_step)
+    before_optimizer_state(_watch_state)
+
+
+def _watch_state(optimizer: Optimizer) -> None:
+    if _WATCHED not in vars(optimizer):
+        vars(optimizer)[_WATCHED] = optimizer.register_state_dict_post_hook(_gathered_state)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     found = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedTensor)]
     if not found:
         return
-    if _WATCHED not in vars(optimizer):
-        vars(optimizer)[_WATCHED] = optimizer.register_state_dict_post_hook(_gathered_state)
+    _watch_state(optimizer)
     for parameter in found:
         state, placement = optimizer.state.get(parameter) if parameter.dim() else None, parameter.placement
         known = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and v.dim()}
