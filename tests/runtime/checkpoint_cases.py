@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -120,6 +121,9 @@ def damaged_places(folder: Path, rank: int, ranks: int) -> None:
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"^rank 1: cannot read .*: No such file"):
         parplan.load_checkpoint(own, model=model)
+    lacking = mock.patch.object(torch, "load", side_effect=RuntimeError("no memory") if rank else torch.load)
+    with lacking, pytest.raises(CheckpointError, match=r"^rank 1: cannot read .*run\.pt: no memory"):
+        parplan.load_checkpoint(folder / "run.pt", model=model)
     parplan.save_checkpoint(folder / "other.pt", model=model, epoch=2)
     with pytest.raises(CheckpointError, match="ranks 1 read another file of that name than rank 0"):
         parplan.load_checkpoint(folder / ("run.pt" if rank == 0 else "other.pt"), model=model)

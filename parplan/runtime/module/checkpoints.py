@@ -176,10 +176,12 @@ def _read(path: PathLike) -> tuple[str, dict[str, Any]]:
                 )
             file.seek(0)
             return digest, torch.load(file, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} holds more than data, and nothing of it is loaded: {_reason(error)}") from error
+    except Exception as error:  # no such file, or no memory for it: the other ranks wait to hear of it
+        raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
 
 
 def _digest(file: BinaryIO, size: int) -> str:
