@@ -15,6 +15,7 @@ from parplan.compat import pytree
 from parplan.errors import CaptureError
 from parplan.graph.axes.call import call_like
 from parplan.graph.export.functionalise import Functional
+from parplan.graph.export.unread_norms import unread_norms
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Constant
 from parplan.graph.user_line import code_line
@@ -118,6 +119,7 @@ def canonicalise(functional: Functional, model: nn.Module) -> Canonical:
             what = spec.target or str(getattr(spec.arg, "name", None))
             line = _user_line(leaf)
             raise CaptureError(f"the model changes {what!r} in place; compute a new tensor and return it instead{line}")
+    updates |= unread_norms(graph, (*kept, *updates.values()))
     found.results, found.updated = tuple(results), tuple(updates)
     graph.erase_node(ending)
     graph.output((*kept, *updates.values()))

@@ -24,7 +24,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from parplan.compat import is_composite, overload_name, schema_of
 from parplan.graph.axes.call import call_like, call_value, is_inplace, is_tensor, memory_of_node, nodes_in
 from parplan.graph.axes.table import row_of
+from parplan.graph.export.hidden_writes import refuse_hidden_writes
 from parplan.graph.export.late_writes import DETACHED, NO_GRAD, written_late
+from parplan.graph.export.shared_buffers import merge_shared_buffers
 
 __all__ = [
     "Functional", "functionalise", "inline_grad_regions", "out_of_place", "rename_output", "without_changes",
@@ -53,6 +55,8 @@ class Functional:
 
 def functionalise(exported: ExportedProgram) -> Functional:
     """The program without in-place changes; `exported`, without gradient regions, is changed."""
+    merge_shared_buffers(exported)
+    refuse_hidden_writes(exported)
     _spell_out(exported.graph)
     _reveal_aliases(exported.graph)
     _write_sections(exported)
@@ -133,8 +137,13 @@ def _given(result: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node | No
     while result not in operands:
         call: Any
         call, place = result.args if result.target is operator.getitem else (result, None)
-        if not isinstance(call.target, torch._ops.OpOverload) or is_inplace(call):
+        if not isinstance(call.target, torch._ops.OpOverload):
             return None
+        if is_inplace(call):
+            result = call.args[0]
+            if out_of_place(call.target) is None or operands.get(result, call).op == "placeholder":
+                return None  # a buffer is read as it is written
+            continue
         args, kwargs = fx.map_arg((call.args, call.kwargs), lambda one: one.meta["val"])
         made = call.target(*args, **kwargs)
         same = made if place is None else made[place]
