@@ -32,6 +32,7 @@ from parplan.graph.axes.bags import join_bags
 from parplan.graph.capture.block_copies import UnequalBlocks
 from parplan.graph.capture.equal_blocks import EqualBlocks
 from parplan.graph.export.assigned_buffers import assigned_buffers
+from parplan.graph.export.autocast_regions import RegionsDetached
 from parplan.graph.export.batched_lookup import gather_batched_lookups
 from parplan.graph.export.expert_routing import unsort_experts
 from parplan.graph.export.functionalise import inline_grad_regions
@@ -234,6 +235,7 @@ def _export(call: ExportRequest, given: Any, equal: EqualBlocks | None) -> Expor
             missing_devices(),
             idle_conversions(),
             DataDetached(),
+            RegionsDetached(),
             packed_sequences(),
             marked_hooks(model, sites),
             assigned_buffers(model) as replaced,

@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,8 +22,16 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from parplan.compat import is_composite, overload_name, schema_of
-from parplan.graph.axes.call import call_like, call_value, is_inplace, is_tensor, memory_of_node, nodes_in
+from parplan.compat import is_composite, memory_of, overload_name, pytree, schema_of
+from parplan.graph.axes.call import (
+    call_like,
+    call_value,
+    is_inplace,
+    is_tensor,
+    memory_of_node,
+    nodes_in,
+    written_memories,
+)
 from parplan.graph.axes.table import row_of
 from parplan.graph.export.hidden_writes import refuse_hidden_writes
 from parplan.graph.export.late_writes import DETACHED, NO_GRAD, written_late
@@ -36,6 +45,9 @@ aten = torch.ops.aten
 
 SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 """Ops that give a section of a tensor, and those that give the tensor with another section."""
+
+_MAYBE_ITSELF = frozenset(getattr(aten, name).default for name in ("type_as", "atleast_1d", "atleast_2d", "atleast_3d"))
+"""Ops that may hand their operand back, of which their schemas do not say so."""
 
 
 @dataclass(frozen=True)
@@ -101,38 +113,60 @@ def inline_grad_regions(exported: ExportedProgram) -> None:
     What they were given and call by another name (`h.float()` of what is float) stays what it was: torch.export reads
     all later uses of such a tensor from the region's results.
     """
-    graph = exported.graph
+    _inline_regions(exported.graph_module, exported)
+
+
+def _inline_regions(module: fx.GraphModule, exported: ExportedProgram | None = None) -> None:
+    """Copy in the regions of one graph, and of its regions with autocast, which stay; `exported` has it as its own."""
+    graph = module.graph
     for node in graph.nodes:
         for source in node.all_input_nodes:
             source.users.setdefault(node)  # where gradients are switched off, torch.export forgets unread ops
     for node in list(graph.nodes):
+        if node.target is torch.ops.higher_order.wrap_with_autocast:
+            _inline_regions(getattr(module, node.args[4].target))
         if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
             continue
         enabled, region, *operands = node.args
-        inner = getattr(exported.graph_module, region.target).graph
+        part = getattr(module, region.target)
+        _inline_regions(part)
+        inner = part.graph
         copies = dict(zip(inner.find_nodes(op="placeholder"), operands, strict=True))
         given = [None if enabled else _given(one, copies) for one in inner.output_node().args[0]]
         with graph.inserting_before(node):
+            copies |= {held: _moved(held, part, module, graph) for held in inner.find_nodes(op="get_attr")}
             results: Any = graph.graph_copy(inner, copies)
         for copy in copies.values():
             if copy not in operands:
                 copy.meta[NO_GRAD] = not enabled
         for user in list(node.users):
             with graph.inserting_before(node):
-                result = given[user.args[1]] or results[user.args[1]]
+                result: Any = given[user.args[1]] or results[user.args[1]]
                 if not enabled and given[user.args[1]] is None:
                     result = graph.call_function(aten.detach.default, (result,))
                     result.meta = {**result.args[0].meta, "val": user.meta["val"], DETACHED: True}
             user.replace_all_uses_with(result)
-            rename_output(exported, user.name, result.name)
+            if exported is not None:
+                rename_output(exported, user.name, result.name)
             graph.erase_node(user)
         graph.erase_node(node)
         if not region.users:
             graph.erase_node(region)
-            delattr(exported.graph_module, region.target)
+            delattr(module, region.target)
+    if exported is None:
+        module.recompile()
 
 
-def _given(result: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+def _moved(held: fx.Node, part: fx.GraphModule, module: fx.GraphModule, graph: fx.Graph) -> fx.Node:
+    """What a region holds (another region, of autocast), held by the module of `graph` under a name of its own."""
+    name = next(name for n in count() if not hasattr(module, name := f"{held.target}_{n}"))
+    module.add_module(name, getattr(part, str(held.target)))
+    moved = graph.get_attr(name)
+    moved.meta = dict(held.meta)
+    return moved
+
+
+def _given(result: Any, operands: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
     """The operand of a region that one of its results is; None where it is computed there."""
     while result not in operands:
         call: Any
@@ -181,6 +215,11 @@ def _spell_out(graph: fx.Graph) -> None:
             source, made = node.args[0].meta["val"], node.meta["val"]
             if source.device == made.device:
                 node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], made.dtype), {}
+        elif node.target in _MAYBE_ITSELF and memory_of_node(node) == memory_of_node(node.args[0]):
+            source, made = node.args[0], node.meta["val"]
+            typed = node.target is aten.type_as.default
+            node.target = aten.to.dtype if typed else aten.view.default
+            node.args = (source, made.dtype if typed else list(made.shape))
         elif node.target is aten.squeeze.default:
             sizes = node.args[0].meta["val"].shape
             node.target, node.args = aten.squeeze.dims, (node.args[0], [d for d, size in enumerate(sizes) if size == 1])
@@ -223,27 +262,39 @@ def _reveal_aliases(graph: fx.Graph) -> None:
     """Dropout that drops nothing hands its input back: who reads that input sees in-place changes of the result."""
     for node in list(graph.nodes):
         idle = node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0)
-        if not idle or not any(map(is_inplace, node.users)):
+        if not idle:
             continue
         source: Any = node.args[0]
-        alike = nodes_in(graph.nodes, memory_of_node(source))
+        places = memory_of_node(source), memory_of_node(node)
+        if written_memories(graph.nodes).isdisjoint(places):
+            continue
+        alike = nodes_in(graph.nodes, places[0])
         if (
             [other for other in alike if other < node] != [source]
             or len(source.users) > 1
             or source.op == "placeholder"
         ):
+            behind = [other for other in graph.nodes if other > node and places[1] in _memories(other)]
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+            if places[0] != places[1]:
+                _follow(behind)
         elif node in alike:  # from torch 2.15 on: in memory of its own it is a layer, as in training
             node.meta["val"] = aten.clone.default(source.meta["val"])
             _follow(other for other in alike if other > node)
 
 
+def _memories(node: fx.Node) -> set[int]:
+    """Those of a node's tensors, also of several (`chunk`)."""
+    return {memory_of(value) for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)}
+
+
 def _follow(nodes: Iterable[fx.Node]) -> None:
     """Views, and what is changed in place, share the memory that their operands have now."""
     for node in nodes:
-        source: Any = node.args[0]
-        node.meta["val"] = source.meta["val"] if is_inplace(node) else call_value(node)
+        if node.op == "call_function":
+            source: Any = node.args[0]
+            node.meta["val"] = source.meta["val"] if is_inplace(node) else call_value(node)
 
 
 def _write_sections(exported: ExportedProgram) -> None:

@@ -7,6 +7,7 @@ follow the batches. As an op without readers it would go from the graph, and the
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -50,7 +51,8 @@ def unread_norms(graph: fx.Graph, results: Iterable[fx.Node]) -> dict[str, fx.No
 
 def _statistics(graph: fx.Graph, norm: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """The buffers of a norm in training, each with what it is after the call."""
-    x, _, _, *buffers, _, momentum, _, _ = norm.args
+    args: tuple[Any, ...] = norm.args
+    x, _, _, *buffers, _, momentum, _, _ = args
     dims = [dim for dim in range(x.meta["val"].dim()) if dim != 1]
     found = []
     with graph.inserting_before(norm.next):

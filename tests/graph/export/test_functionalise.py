@@ -210,7 +210,19 @@ def test_drawn_changes_of_sections_give_the_plain_numbers(seed: int) -> None:
     assert torch.allclose(torch.autograd.grad((found * weights).sum(), x)[0], expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("make", [Shared, ViewBefore, ViewAfter, IdleDropout, Squeezes, Sections])
+class BehindDropout(nn.Module):
+    """A view of what dropout hands back, written while the value before it is still read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + 1
+        kept, same = F.dropout(h, 0.0), h.type_as(x)
+        first, _ = kept.chunk(2, 1)
+        first.mul_(0.5)
+        torch.atleast_2d(same).add_(1)
+        return h + kept.type_as(x).mul_(2)
+
+
+@pytest.mark.parametrize("make", [Shared, ViewBefore, ViewAfter, IdleDropout, Squeezes, Sections, BehindDropout])
 def test_what_is_computed_stays_the_same(make: type[nn.Module]) -> None:
     model, x = make(), rand(4, 6)
     program = functionalise(exported(model, x)).program

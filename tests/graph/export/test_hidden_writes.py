@@ -14,6 +14,8 @@ from tests.graph.models import rand
 class Written(nn.Module):
     """A hidden value, written in some way."""
 
+    kept: Tensor
+
     def __init__(self, way: str) -> None:
         super().__init__()
         self.first, self.last, self.way = nn.Linear(4, 4), nn.Linear(4, 2), way
@@ -34,9 +36,9 @@ class Written(nn.Module):
         elif self.way == "copy":
             h.detach().clone().mul_(0.5)
         elif self.way == "behind":
-            y: Tensor = self.last(h)
+            z: Tensor = self.last(h)
             h.sum().detach().mul_(0.5)
-            return y
+            return z
         elif self.way == "buffer":
             with torch.no_grad():
                 self.kept.add_(h.mean(0))
@@ -46,7 +48,8 @@ class Written(nn.Module):
                 made[:, 0] = h[:, 0]
                 made.mul_(2)
             h = h + made
-        return self.last(h)
+        y: Tensor = self.last(h)
+        return y
 
 
 @pytest.mark.parametrize("way", ["data", "detached part", "no_grad", "no_grad part"])

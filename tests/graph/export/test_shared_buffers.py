@@ -49,10 +49,7 @@ class View(nn.Module):
     def __init__(self, kept: bool) -> None:
         super().__init__()
         self.fc, self.whole = nn.Linear(4, 4).double(), nn.Buffer(rand(4))
-        if kept:
-            self.part = nn.Buffer(self.whole[1:2])
-        else:
-            self.part = self.whole[1:2]
+        self.part: Tensor = nn.Buffer(self.whole[1:2]) if kept else self.whole[1:2]
 
     def forward(self, x: Tensor) -> Tensor:
         self.whole.add_(1)
