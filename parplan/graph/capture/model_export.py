@@ -32,12 +32,11 @@ from parplan.graph.axes.bags import join_bags
 from parplan.graph.capture.block_copies import UnequalBlocks
 from parplan.graph.capture.equal_blocks import EqualBlocks
 from parplan.graph.export.assigned_buffers import assigned_buffers
-from parplan.graph.export.autocast_regions import RegionsDetached
 from parplan.graph.export.batched_lookup import gather_batched_lookups
 from parplan.graph.export.expert_routing import unsort_experts
 from parplan.graph.export.functionalise import inline_grad_regions
 from parplan.graph.export.plain_forms import plain_forms
-from parplan.graph.export.stand_ins import DataDetached, idle_conversions, missing_devices, stand_ins
+from parplan.graph.export.stand_ins import DataDetached, RegionsDetached, idle_conversions, missing_devices, stand_ins
 from parplan.graph.packed_sequences import packed_sequences
 from parplan.graph.user_code.module_hooks import Site, marked_hooks
 from parplan.graph.user_code.opaque import OpaqueCalls

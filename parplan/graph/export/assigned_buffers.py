@@ -4,6 +4,9 @@ torch.export keeps those of the root module only and loses the others. Reads aft
 the buffer itself is written where the forward ends: somebody may still hold the old tensor. A buffer
 of another shape (a table that is made for the first sequence) is no write: it is a change that the first call makes, if
 its values depend on no input.
+
+A module that two others hold is exported with its buffers under both names, which torch's functionalisation cannot
+write: one input of the program stands for both.
 """
 
 from __future__ import annotations
@@ -13,15 +16,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from parplan.compat import own_buffer_assignments
 from parplan.errors import CaptureError
 from parplan.graph.attributes.constant_values import constant_value
 from parplan.graph.attributes.first_call import Change
 from parplan.graph.attributes.held_values import MISSING
+from parplan.graph.axes.call import is_tensor, memory_of_node, written_memories
 
-__all__ = ["assigned_buffers"]
+__all__ = ["assigned_buffers", "merge_shared_buffers"]
 
 
 @contextmanager
@@ -113,3 +119,36 @@ def _replaced(path: str, module: nn.Module, name: str, buffer: Any, latest: Tens
             "or on the model's tensors; keep its shape and type, or return the tensor as a result"
         )
     return change
+
+
+def merge_shared_buffers(exported: ExportedProgram) -> None:
+    """Let the first name of a buffer stand for its others.
+
+    Raises:
+        CaptureError: the forward writes a tensor of which a buffer, or an attribute, is a view.
+    """
+    graph, signature = exported.graph, exported.graph_signature
+    written = written_memories(graph.nodes)
+    paths = {spec.arg.name: spec.target for spec in signature.input_specs if spec.kind is not InputKind.USER_INPUT}
+    first: dict[int, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name not in paths or not is_tensor(node):
+            continue
+        memory = memory_of_node(node)
+        known = first.setdefault(memory, node)
+        if known is node:
+            continue
+        if node.name not in signature.inputs_to_parameters and _place(known) == _place(node):
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)
+            signature.input_specs[:] = [spec for spec in signature.input_specs if spec.arg.name != node.name]
+        elif memory in written:
+            raise CaptureError(
+                f"the forward writes {paths[known.name]} or {paths[node.name]} in place, which share memory; keep one "
+                "of them, and take the other from it in the forward"
+            )
+
+
+def _place(node: fx.Node) -> tuple[object, ...]:
+    value = node.meta["val"]
+    return value.shape, value.stride(), value.storage_offset(), value.dtype, value.requires_grad

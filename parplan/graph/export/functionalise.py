@@ -33,9 +33,9 @@ from parplan.graph.axes.call import (
     written_memories,
 )
 from parplan.graph.axes.table import row_of
+from parplan.graph.export.assigned_buffers import merge_shared_buffers
 from parplan.graph.export.hidden_writes import refuse_hidden_writes
 from parplan.graph.export.late_writes import DETACHED, NO_GRAD, written_late
-from parplan.graph.export.shared_buffers import merge_shared_buffers
 
 __all__ = [
     "Functional", "functionalise", "inline_grad_regions", "out_of_place", "rename_output", "without_changes",
@@ -158,7 +158,7 @@ def _inline_regions(module: fx.GraphModule, exported: ExportedProgram | None = N
 
 
 def _moved(held: fx.Node, part: fx.GraphModule, module: fx.GraphModule, graph: fx.Graph) -> fx.Node:
-    """What a region holds (another region, of autocast), held by the module of `graph` under a name of its own."""
+    """The node of what a region holds (one with autocast), in `graph`, whose module has it by a name of its own."""
     name = next(name for n in count() if not hasattr(module, name := f"{held.target}_{n}"))
     module.add_module(name, getattr(part, str(held.target)))
     moved = graph.get_attr(name)

@@ -19,6 +19,7 @@ from parplan.graph.user_line import code_line
 __all__ = ["unread_norms"]
 
 aten = torch.ops.aten
+_FUNCTIONAL = aten._native_batch_norm_legit_functional.default  # whose place plain ones have taken
 
 
 def unread_norms(graph: fx.Graph, results: Iterable[fx.Node]) -> dict[str, fx.Node]:
@@ -36,7 +37,9 @@ def unread_norms(graph: fx.Graph, results: Iterable[fx.Node]) -> dict[str, fx.No
         trains = node.target is aten.batch_norm.default and node.args[5] and node.args[3] is not None
         if trains and node not in needed:
             for buffer, value in _statistics(graph, node):
-                if buffer.op != "placeholder" or set(buffer.users) - {node, *value.all_input_nodes}:
+                own = {node, *value.all_input_nodes}
+                others = [user for user in buffer.users if user not in own and user.target is not _FUNCTIONAL]
+                if buffer.op != "placeholder" or others:
                     line = code_line(node, installed=True)
                     raise CaptureError(
                         "nobody reads the result of a batch norm whose running statistics are used elsewhere, too; "
