@@ -129,14 +129,16 @@ def decide(
     simulated = tuple(rival_in_passes(one, case) if one in beside else one for one in by_hand)
     in_stages = gpipe(result.sized) if result.tried or result.without else ()
     case, found = _taken(search, found, beside)
-    decision = _explained(case, found, search.costs_s, (*simulated, *in_stages), search.asked.whole, begin)
-    lacking = result.without or memory_prices(case, found.plan, decision.prediction, result.sized, _priced)
-    decision = replace(decision, micro_batches=result.tried, without=lacking)
+    decision = _explained(case, found, (*simulated, *in_stages), search.asked.whole)
     if request.plan is None and memory_excess(cluster, decision.prediction):
         raise refused(nearest_to_fitting(cluster, decision.prediction, by_hand) + result.why_whole)
     if MESHES not in found.proof.covered and not any(one.name == ONE and one.fits for one in by_hand):
         fewer = enough(range(1, cluster.count))  # of models as large as those of meshes that takes ten seconds and more
         decision = replace(decision, notes=(*decision.notes, *[f"{fewer[:1].upper()}{fewer[1:]}."] * bool(fewer)))
+    lacking = result.without or memory_prices(case, found.plan, decision.prediction, result.sized, _priced)
+    now = time.perf_counter()
+    seconds = Seconds(request.capture_s, search.costs_s, now - begin - search.costs_s, now - request.started)
+    decision = replace(decision, micro_batches=result.tried, without=lacking, seconds=seconds)
     return with_pins(case, decision, search, search.asked) if request.pins else decision
 
 
@@ -303,10 +305,8 @@ def _reviewed(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel)
     return plan
 
 
-def _explained(
-    case: Case, found: Found, costs_s: float, by_hand: tuple[Baseline, ...], pinned: Pinned, begin: float
-) -> Decision:
-    """The decision on a plan that was found: its prediction, proof, reasons and notes."""
+def _explained(case: Case, found: Found, by_hand: tuple[Baseline, ...], pinned: Pinned) -> Decision:
+    """The decision on a plan that was found: its prediction, proof, reasons and notes; how long it took is not told."""
     plan, request = found.plan, case.request
     # The problem of the plan alone counts every transfer once, however many read a value; a search's may count more.
     alone, only = found.formulation, found.choice
@@ -333,7 +333,6 @@ def _explained(
     outside = loss_outside(plan, case.graph, case.cluster, case.costs, step)
     notes = (*request.notes, *_notes(case, found, step), *([str(outside)] if outside is not None else []))
     schemes = scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None
-    now = time.perf_counter()
     return Decision(
         parameters=case.graph.parameter_count,
         cluster=case.cluster,
@@ -347,7 +346,7 @@ def _explained(
         baselines=by_hand,
         advice=advice(plan, step.step_s, by_hand, found.proof.simpler, better_batch(plan, case.graph)),
         proof=found.proof,
-        seconds=Seconds(request.capture_s, costs_s, now - begin - costs_s, now - request.started),
+        seconds=Seconds(0.0, 0.0, 0.0, 0.0),
         notes=notes,
         times_from=request.times_from,
         links=case.costs.step.links,

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from parplan.accelerators import accelerator_type
 from parplan.compat import conversion_of, memory_of, pytree
+from parplan.graph.export.hidden_writes import hidden_write
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -128,11 +129,15 @@ class RegionsDetached(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func`, and detach what it makes."""
-        result = func(*args, **(kwargs or {}))
+        """Call `func`, and detach what it makes; refuse what it writes that has a gradient."""
         if not self._depth or not self._grad or is_grad_enabled():
-            return result
-        given = {id(one) for one in pytree.tree_leaves((args, kwargs))}
+            return func(*args, **(kwargs or {}))
+        leaves = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        before = [one._version for one in leaves]
+        result = func(*args, **(kwargs or {}))
+        if any(one.requires_grad and one._version > own for one, own in zip(leaves, before, strict=True)):
+            raise hidden_write(getattr(func, "__name__", str(func)))
+        given = set(map(id, leaves))
 
         def detached(one: Any) -> Any:
             made = isinstance(one, Tensor) and id(one) not in given
