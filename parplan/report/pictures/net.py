@@ -201,8 +201,9 @@ def _draw_names(root: Element, rows: Sequence[Row], at: _Places) -> None:
         if row.count:
             add(counts, "text", count, x=at.names + CHARACTER * len(text) + 8, y=y)
     for run, own in groupby(range(len(rows)), key=lambda index: rows[index].run):
-        if run is not None:  # a bracket around the rows of a repeated sequence
-            first, *_, last = own
+        first, *more = own
+        if run is not None and more:  # a bracket around the rows of a repeated sequence
+            last = more[-1]
             top, high = at.top(first) + 4, at.top(last) - at.top(first) + at.row - 8
             add(root, "path", d=f"M{at.names - 2:g} {top:g}h-4v{high:g}h4", **line("soft", 1.5))
 

@@ -131,6 +131,20 @@ def test_a_row_of_equal_modules_shows_the_first_of_them_inside() -> None:
     assert inside(net_rows(found, 8)[-1], None) == ()
 
 
+def test_equal_layers_whose_activations_join_them_are_one_row_without_a_bracket() -> None:
+    """A sequence of two rows that ends as one; the classifier lies elsewhere, so that rows are not by placement."""
+    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.ReLU())), nn.Linear(8, 4))
+    graph = capture(net, (torch.randn(8, 8),))
+    plan = data_parallel(graph, 2)
+    last = list(graph.layers)[-1]
+    decision = priced(graph, plan.with_layers({last: Strategy(1, 2, "out-features", (0, 1))}))
+    rows = net_rows(decision)
+    assert [(row.repeats, len(row.layers)) for row in rows] == [(4, 8), (1, 1)]
+    for width in (BROAD, NARROW):
+        assert svg_of(draw_net(decision, rows, width=width).standalone()) is not None
+
+
+
 @pytest.mark.full
 def test_equal_modules_of_two_placements_are_two_rows_in_a_bracket() -> None:
     rows = net_rows(blocks(14, ".1"), 8)
