@@ -21,6 +21,7 @@ __all__ = [
     "PlanError",
     "PlannedMemoryWarning",
     "ProfileError",
+    "RankAloneWarning",
     "ReplicaHookWarning",
     "RuleError",
     "RuntimeFailure",
@@ -128,3 +129,7 @@ class BackendWarning(UserWarning):
 
 class PlannedMemoryWarning(UserWarning):
     """A step may need more memory than its plan was checked for; the text names the shapes and the bytes."""
+
+
+class RankAloneWarning(UserWarning):
+    """A call that every rank has to make was made by some, which wait for the others; the text says by how many."""

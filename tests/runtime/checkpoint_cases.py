@@ -6,6 +6,8 @@ import copy
 import os
 import re
 import shutil
+import time
+import warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,10 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parplan
 from parplan.compat import pytree
-from parplan.errors import CheckpointError, RuntimeFailure
+from parplan.errors import CheckpointError, RankAloneWarning, RuntimeFailure
 from parplan.plan import Strategy
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
+from parplan.runtime.transport.rendezvous import RANK_WAIT
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import conv_net, mlp
 
@@ -107,6 +110,22 @@ def on_one_rank_alone(rank: int, ranks: int) -> None:
             with pytest.raises(RuntimeFailure, match=r"every rank|another rank|all ranks"):
                 alone()
         dist.barrier()
+
+
+def saved_by_one_rank_first(folder: Path, rank: int, ranks: int) -> None:
+    """Of replicas, `if rank == 0: save_checkpoint(...)` is said after some seconds, not at the group's timeout; a late
+    rank is no error."""
+    model = Compiled(mlp(), planner(spread(ranks, "data"), ranks))
+    for wait, late in (("0.1", 1), ("0.1", 0), ("5", None)):
+        with mock.patch.dict(os.environ, {RANK_WAIT: wait}), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            if rank == late:
+                time.sleep(1)
+            parplan.save_checkpoint(folder / f"{rank}.pt" if rank else folder / "run.pt", model=model)
+        texts = [str(one.message) for one in said if issubclass(one.category, RankAloneWarning)]
+        assert len(texts) == (late == 1 and rank == 0)  # rank 0 may be late, as it writes
+        assert all("1 of 2 ranks have come within 0.1 s; every rank has to call it" in text for text in texts)
+    assert sorted(path.name for path in folder.iterdir()) == ["run.pt"]
 
 
 def damaged_places(folder: Path, rank: int, ranks: int) -> None:
@@ -374,6 +393,6 @@ def page(folder: Path, rank: int, ranks: int) -> None:
 
 ALONE = (whole_and_plain, other_states, assigned, versions, full_states, on_one_rank_alone)
 WITH_FILES = (
-    damaged_places, states_before_a_step, resumed_with_a_scheduler, sharded, buffers_by_channels, flat_states,
-    saved_meanwhile, page,
+    damaged_places, saved_by_one_rank_first, states_before_a_step, resumed_with_a_scheduler, sharded,
+    buffers_by_channels, flat_states, saved_meanwhile, page,
 )  # fmt: skip

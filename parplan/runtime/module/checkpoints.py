@@ -10,22 +10,31 @@ import hashlib
 import io
 import os
 import pickle
+import time
+import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import count
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 
-from parplan.errors import CheckpointError
+from parplan.errors import CheckpointError, RankAloneWarning
 from parplan.files import replacing
+from parplan.runtime.compat import default_store
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.distributed import explained
+from parplan.runtime.transport.rendezvous import RANK_WAIT, wait_s
 
 __all__ = ["PathLike", "group_of", "load_checkpoint", "save_checkpoint"]
 
 MARK = b"\nparplan checkpoint 1 sha256 "
 TRAILER_BYTES = len(MARK) + 2 * hashlib.sha256().digest_size + 1
 CHUNK_BYTES = 1 << 22
+
+_CALLS = defaultdict[str, "count[int]"](count)
+"""Numbers for the calls of this process, by kind and group."""
 
 PathLike = str | os.PathLike[str]
 
@@ -118,6 +127,7 @@ class _Ranks:
         """Raise on every rank what is in the way of one of them, or that they read different files."""
         told = [(trouble, digest)]
         if self._several:
+            self._warn_alone(step)
             told = [("", "")] * dist.get_world_size(self._group)
             with explained(step, self.own):
                 dist.all_gather_object(told, (trouble, digest), self._group)
@@ -129,6 +139,30 @@ class _Ranks:
             raise CheckpointError(
                 f"{step}: ranks {', '.join(map(str, differing))} read another file of that name than rank 0; put it "
                 "where all processes read the same one"
+            )
+
+    def _warn_alone(self, step: str) -> None:
+        """On rank 0, wait for the others, and say after some seconds that they have to come: `if rank == 0: save(...)`
+        would end at the group's timeout, half an hour later, without a word until then. Others wait as it writes."""
+        group = self._group or dist.group.WORLD
+        assert group is not None  # there are several processes
+        # By kind and number of the call: paths may differ, as rank 0 alone writes.
+        kind = f"parplan/{step.partition(' ')[0]}/{group.group_name}"
+        key, ranks = f"{kind}/{next(_CALLS[kind])}", dist.get_world_size(self._group)
+        try:
+            store, limit = default_store(), wait_s()
+            begin, there = time.monotonic(), store.add(key, 1)
+            while self.own == 0 and there < ranks and time.monotonic() - begin < limit:
+                time.sleep(0.01)
+                there = store.add(key, 0)
+        except (RuntimeError, ValueError):  # the group or its store has gone: collectives say so
+            return
+        if self.own == 0 and there < ranks:
+            warnings.warn(
+                f"{step}: {there} of {ranks} ranks have come within {limit:g} s; every rank has to call it, with "
+                f"the same parts, also where rank 0 alone writes ({RANK_WAIT} sets how long)",
+                RankAloneWarning,
+                stacklevel=4,
             )
 
 

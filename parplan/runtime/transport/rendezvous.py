@@ -18,7 +18,7 @@ from typing import ClassVar
 from parplan.errors import RuntimeFailure
 from parplan.runtime.compat import WeakGroup, default_store, group_timeout, read_all
 
-__all__ = ["RANK_WAIT", "RankAlone", "Rendezvous"]
+__all__ = ["RANK_WAIT", "RankAlone", "Rendezvous", "wait_s"]
 
 RANK_WAIT = "PARPLAN_RANK_WAIT_S"
 """Environment variable: seconds that rank 0 waits for ranks of which nothing is heard."""
@@ -153,7 +153,7 @@ class Rendezvous:
         """The outcome of waiting at a place: the same on all ranks that are there."""
         began = heard = time.monotonic()
         pause = _SHORTEST_S
-        limit = _wait_s() if self._rank == 0 else None
+        limit = wait_s() if self._rank == 0 else None
         timeout = group_timeout(self._group())
         latest = timeout.total_seconds() if timeout is not None else _TIMEOUT_S
         while not default_store().check([self._key(own)]):
@@ -209,7 +209,7 @@ class Rendezvous:
         return {rank: _Position.read(text) for rank, text in zip(self._others, texts, strict=True)}
 
 
-def _wait_s() -> float:
+def wait_s() -> float:
     """Seconds that rank 0 waits.
 
     Raises:

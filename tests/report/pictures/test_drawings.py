@@ -144,7 +144,6 @@ def test_equal_layers_whose_activations_join_them_are_one_row_without_a_bracket(
         assert svg_of(draw_net(decision, rows, width=width).standalone()) is not None
 
 
-
 @pytest.mark.full
 def test_equal_modules_of_two_placements_are_two_rows_in_a_bracket() -> None:
     rows = net_rows(blocks(14, ".1"), 8)
