@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from parplan.compat import own_buffer_assignments
+from parplan.compat import memory_of, own_buffer_assignments
 from parplan.errors import CaptureError
 from parplan.graph.attributes.constant_values import constant_value
 from parplan.graph.attributes.first_call import Change
@@ -53,6 +53,8 @@ def assigned_buffers(model: nn.Module) -> Iterator[list[Change]]:
             before[path] = _trained(module), dict(module._buffers)
 
     def ended(*_: Any) -> None:
+        held = {memory_of(one) for _, own in before.values() for one in own.values() if isinstance(one, Tensor)}
+        writes = list[tuple[Tensor, Tensor]]()
         for path, (parameters, buffers) in before.items():
             module = modules[path]
             now = _trained(module)
@@ -82,9 +84,13 @@ def assigned_buffers(model: nn.Module) -> Iterator[list[Change]]:
                         "or keep the module under one name"
                     )
                 if isinstance(was, Tensor) and (one.shape, one.dtype) == (was.shape, was.dtype):
-                    was.copy_(one.detach() if one.requires_grad else one)
+                    one = one.detach() if one.requires_grad else one
+                    # What another buffer has now (`self.p, self.q = self.q, self.p`) is read before that is written.
+                    writes.append((was, one.clone() if memory_of(one) in held else one))
                 else:
                     changes.append(_replaced(_path(path, name), module, name, own[path].get(name, MISSING), one))
+        for was, one in writes:
+            was.copy_(one)
         before.clear()
 
     try:

@@ -62,3 +62,39 @@ def test_a_module_of_several_names_is_refused() -> None:
     counts = Counts()
     with pytest.raises(CaptureError, match=r"count of Counts, a module that the model has under several names"):
         parplan.compile(nn.Sequential(counts, nn.Tanh(), counts), rand(4, 4), devices=["cpu"])
+
+
+class Buffers(nn.Module):
+    """Two buffers that trade places, or of which one follows the other."""
+
+    last: Tensor
+    latest: Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(4, 4), way
+        self.register_buffer("last", torch.zeros(4))
+        self.register_buffer("latest", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + self.last
+        if self.way == "swap":
+            self.last, self.latest = self.latest, self.last
+        elif self.way == "follow":
+            self.last = self.latest
+            self.latest = y.detach().mean(0)
+        else:
+            self.last, self.latest = self.latest[:4], self.last + 1
+        return y
+
+
+@pytest.mark.parametrize("way", ["swap", "follow", "view"])
+def test_a_buffer_may_take_the_place_of_another(way: str) -> None:
+    """What another buffer has is read before that one is written."""
+    plain = Buffers(way)
+    compiled = parplan.compile(copy.deepcopy(plain), devices=["cpu", "cpu"], check="off")
+    for _ in range(3):
+        x = torch.randn(4, 4)
+        torch.testing.assert_close(compiled(x), plain(x))
+    for name, wanted in plain.named_buffers():
+        torch.testing.assert_close(compiled.get_buffer(name), wanted)
