@@ -260,13 +260,14 @@ def _inlined(exported: ExportedProgram, node: fx.Node) -> bool:
 
 def _reveal_aliases(graph: fx.Graph) -> None:
     """Dropout that drops nothing hands its input back: who reads that input sees in-place changes of the result."""
+    writes = list(filter(is_inplace, graph.nodes))
     for node in list(graph.nodes):
         idle = node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0)
         if not idle:
             continue
         source: Any = node.args[0]
         places = memory_of_node(source), memory_of_node(node)
-        if written_memories(graph.nodes).isdisjoint(places):
+        if written_memories(writes).isdisjoint(places):
             continue
         alike = nodes_in(graph.nodes, places[0])
         if (

@@ -22,7 +22,7 @@ from parplan.planner.mesh.parts import Parts, blocks_of
 from parplan.planner.mesh.plan import plan_of
 from parplan.planner.mesh.search import Model, fastest, priced_mesh
 from parplan.planner.mesh.step import Links, Mesh, ParameterBytes, Step
-from parplan.planner.search.context import Case, pipeline_peaks
+from parplan.planner.search.context import Case, fits, pipeline_peaks
 from parplan.planner.search.stages import Staged, has_loss, why_one_group
 from parplan.planner.search_space.strategies import data_parallel
 from parplan.planner.search_space.verifier import is_legal
@@ -195,11 +195,11 @@ def _by_hand_s(case: Case | None) -> float:
         return inf
     graph, devices = case.graph, tuple(range(case.cluster.count))
     layers = data_parallel(graph, devices, STATES[-1], SAVED[-1])
-    several, peaks = case.costs.step.micro_batches, case.costs.peaks(layers)
+    several = case.costs.step.micro_batches
     batch = several * (graph.batch or 1)
     plan = Plan(graph.model, graph.fingerprint, batch, len(devices), layers, micro_batches=several)
-    fits = peaks is not None and case.cluster.has_room(peaks)
-    return case.step_s(plan) if fits and is_legal(plan, graph) else inf
+    legal = is_legal(plan, graph) and fits(graph, case.cluster, case.costs, layers)
+    return case.step_s(plan) if legal else inf
 
 
 def _without(

@@ -8,6 +8,7 @@ simulated, and what is proven is the least work of all plans.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -116,8 +117,9 @@ def fastest_in_stages(search: Formulations, below_s: float, least_s: float, grou
 def equal_parts(case: Case) -> Staged | None:
     """GPipe's plan by hand: layers in their order, cut into a stage for each device that take about equally long, all
     state and activations kept; None where there are fewer layers than devices. It need not fit."""
-    own = replace(case, request=replace(case.request, schedule=PIPELINED[0]))
-    for plan, _ in _cut(own, data_parallel(case.graph, (0,), STATES[0], SAVED[0]), case.cluster.count, inf):
+    request = replace(case.request, schedule=PIPELINED[0])
+    roomy = replace(case, request=request, cluster=case.cluster.with_memory(sys.maxsize))
+    for plan, _ in _cut(roomy, data_parallel(case.graph, (0,), STATES[0], SAVED[0]), case.cluster.count):
         timeline = simulated_step(plan, case.graph, case.cluster, case.costs)
         assert timeline is not None  # T does not describe stages
         return Staged(plan, timeline.step_s, pipeline_peaks(plan, case.graph, case.costs))
@@ -150,11 +152,8 @@ def _one_stage(search: Formulations, groups: int, below_s: float) -> Mapping[str
     return None if found.choice is None else formulation.strategies(narrowed.lift(found.choice))
 
 
-def _cut(
-    case: Case, layers: Mapping[str, Strategy], groups: int, memory_bytes: float | None = None
-) -> Iterator[tuple[Plan, float]]:
-    """Plans with the layers cut into stages, and about the least that each takes; `memory_bytes` instead of what the
-    devices have."""
+def _cut(case: Case, layers: Mapping[str, Strategy], groups: int) -> Iterator[tuple[Plan, float]]:
+    """Plans with the layers cut into stages, and about the least that each takes."""
     graph, cluster, count = case.graph, case.cluster, case.costs.step.micro_batches
     plan = Plan(
         graph.model, graph.fingerprint, count * (graph.batch or 1), cluster.count, layers, case.request.rules,
@@ -167,7 +166,7 @@ def _cut(
                 continue
             stages = rounds * groups
             flying = [most_in_flight(own, rounds) for own in orders(schedule, groups, stages, count)]
-            limit = (min(cluster.memory_bytes) if memory_bytes is None else memory_bytes) / rounds
+            limit = min(cluster.memory_bytes) / rounds
             ends = load.ends([flying[k % groups] for k in range(stages)], limit)
             if ends is None:
                 continue
