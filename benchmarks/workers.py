@@ -129,11 +129,13 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection, collective_s: flo
         os.environ.update(environment)
         os.chdir(folder)
         began = time.process_time()
+        if store is not None:
+            # Outside of the try: a rank without its group counts groups differently from then on and must be replaced.
+            own = dist.PrefixStore(str(number), store)  # type: ignore[attr-defined]
+            patience = timedelta(seconds=collective_s)
+            dist.init_process_group("gloo", store=own, timeout=patience, rank=rank, world_size=ranks)
+            dist.barrier()  # a task that ends at once would close connections that others are still making
         try:
-            if store is not None:
-                own = dist.PrefixStore(str(number), store)  # type: ignore[attr-defined]
-                patience = timedelta(seconds=collective_s)
-                dist.init_process_group("gloo", store=own, timeout=patience, rank=rank, world_size=ranks)
             outcome = task(rank, ranks, *args)
         except Exception:
             outcome = Outcome(Verdict.CRASHED, traceback.format_exc())

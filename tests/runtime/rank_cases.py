@@ -199,8 +199,6 @@ def lone_train_steps(rank: int, ranks: int) -> None:
 
 def group_train_steps(rank: int, ranks: int) -> None:
     """The shards of one replica in front bring the same samples, and the layers behind run in passes."""
-    if ranks == 2:
-        return  # one replica in front, no passes
     everyone = tuple(range(ranks))
     for scheme in PASSES:
         table = {str(n): Strategy(2, 2, axis, everyone) for n, axis in ((0, "out-features"), (1, "features"))}

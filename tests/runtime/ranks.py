@@ -23,6 +23,7 @@ def on_two_and_four(
     full_on_two: Collection[str] = (),
     few_on_four: Collection[str],
     on_two_alone: Collection[str] = (),
+    on_four_alone: Collection[str] = (),
 ) -> list[object]:
     """Parameters (case, ranks): every case on 2 and on 4 ranks.
 
@@ -30,12 +31,13 @@ def on_two_and_four(
         full_on_two: cases that are left to the full tier on 2 ranks too.
         few_on_four: the cases that the default tier runs on 4 ranks.
         on_two_alone: cases that train on and on, to which four ranks on two cores add time and no other code.
+        on_four_alone: cases of several replicas of several shards, which two ranks cannot hold.
     """
     full = {2: set(full_on_two), 4: set(cases) - set(few_on_four)}
     return [
         pytest.param(case, ranks, marks=pytest.mark.full if case in full[ranks] else (), id=f"{case}-{ranks}")
         for case in cases
-        for ranks in ((2,) if case in on_two_alone else (2, 4))
+        for ranks in ((2,) if case in on_two_alone else (4,) if case in on_four_alone else (2, 4))
     ]
 
 

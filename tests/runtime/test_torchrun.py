@@ -32,6 +32,7 @@ LONG = ("drawn_passes", "own_backwards", "running_statistics", "train_steps")
         full_on_two=LONG,
         few_on_four=("group_inputs", "group_train_steps", "hybrid"),
         on_two_alone=("drawn_passes", "own_backwards"),
+        on_four_alone=("group_train_steps",),
     ),
 )
 def test_ranks_agree_with_the_plain_model(case: str, ranks: int) -> None:
