@@ -115,6 +115,22 @@ class Recurrent(nn.Module):
         return x
 
 
+class WithLoss(nn.Module):
+    """A model with its loss inside, the mean squared error of each result: (input, a target of each) to a scalar."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, *targets: Tensor) -> Tensor:
+        """The sum of the errors of all results."""
+        given = self.net(x)
+        given = given if isinstance(given, tuple) else (given,)
+        errors = [nn.functional.mse_loss(*pair) for pair in zip(given, targets, strict=True)]
+        total: Tensor = sum(errors[1:], errors[0])
+        return total
+
+
 Drawn = tuple[nn.Module, tuple[int, ...]]
 """A model and the shape of its input."""
 
@@ -165,11 +181,16 @@ KINDS: dict[str, Callable[[random.Random, int], Drawn]] = {
 
 
 @cache
-def drawn_model(kind: str, seed: int) -> LayerGraph:
-    """A model of this kind, with two to eight layers."""
+def drawn_model(kind: str, seed: int, loss: bool = False) -> LayerGraph:
+    """A model of this kind, with two to eight layers, and with its loss inside where asked for."""
     draw = random.Random(f"{kind} {seed}")
     net, shape = KINDS[kind](draw, draw.choice(BATCHES))
-    return capture(net, (torch.zeros(shape),))
+    x = torch.zeros(shape)
+    if not loss:
+        return capture(net, (x,))
+    with torch.no_grad():
+        given = net(x)
+    return capture(WithLoss(net), (x, *(given if isinstance(given, tuple) else (given,))))
 
 
 def drawn_cluster(draw: random.Random, most_devices: int) -> Cluster:
@@ -199,9 +220,9 @@ class Problem:
     request: PlanRequest
 
 
-def drawn(kind: str, seed: int, most_devices: int = 4) -> Problem:
+def drawn(kind: str, seed: int, most_devices: int = 4, loss: bool = False) -> Problem:
     """The problem of a seed."""
-    graph, draw = drawn_model(kind, seed), random.Random(f"{kind} {seed} devices")
+    graph, draw = drawn_model(kind, seed, loss), random.Random(f"{kind} {seed} devices")
     cluster = drawn_cluster(draw, most_devices)
     costs = RooflineCosts(graph, cluster, optimizer=draw.choice(("sgd", "momentum", "adam")))
     # Where each device has its process, one device alone gets its samples from the others, and is rarely the fastest.

@@ -103,11 +103,16 @@ class EveryPlan:
 
     problem: Problem
 
+    @property
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Blocks of devices that layers may have."""
+        return tuple(cluster_blocks(self.problem.cluster, everywhere=True))
+
     @cached_property
     def strategies(self) -> dict[str, tuple[Strategy, ...]]:
         """Strategies by layer."""
-        graph, blocks = self.problem.graph, cluster_blocks(self.problem.cluster, everywhere=True)
-        return {name: strategies(layer, graph.batch or 1, blocks) for name, layer in graph.layers.items()}
+        graph = self.problem.graph
+        return {name: strategies(layer, graph.batch or 1, self.blocks) for name, layer in graph.layers.items()}
 
     @property
     def sizes(self) -> tuple[int, ...]:

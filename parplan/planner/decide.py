@@ -127,7 +127,7 @@ def decide(
     by_hand = _plans_by_hand(result, solve_baseline)
     beside = [one for one in by_hand if one.micro_batches == found.plan.micro_batches]
     simulated = tuple(rival_in_passes(one, case) if one in beside else one for one in by_hand)
-    in_stages = gpipe(result.sized) if result.tried or result.without else ()
+    in_stages = gpipe(result.sized) if result.tried or result.peaks else ()
     case, found = _taken(search, found, beside)
     decision = _explained(case, found, (*simulated, *in_stages), search.asked.whole)
     if request.plan is None and memory_excess(cluster, decision.prediction):

@@ -107,6 +107,22 @@ def test_no_claim_is_wrong_where_memory_is_short(kind: str, seed: int) -> None:
     assert found is None or not found.wrong, found
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_claim_is_wrong_of_plans_in_stages(kind: str, seed: int) -> None:
+    found = answered(tight(kind, seed, 2, loss=True), 40)
+    assert found is None or not found.wrong, found
+
+
+def test_stages_whose_layers_hold_most_at_different_moments_are_found() -> None:
+    """What each layer holds at its own worst moment is more than fits; the plan without stages takes 27 % longer."""
+    found = answered(tight("lstm", 4, 2, loss=True), 300)
+    assert found is not None
+    assert found.said.startswith(("1f1b", "gpipe"))
+    assert found.gain < 0.03
+
+
 def test_layers_on_devices_of_their_own_are_found_where_estimates_say_too_much() -> None:
     """Two of four layers on each device, whose transfers take less than layers estimate; "no plan fits" was said."""
     found = answered(tight("attention", 2, 2), 300)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parplan.cost_models.costs import Moments
 from parplan.graph.layer_graph import LayerGraph
@@ -25,7 +27,7 @@ from parplan.planner.search.formulations import Formulations
 from parplan.planner.search_space.pin_search import masked
 from parplan.planner.search_space.strategies import data_parallel
 from parplan.planner.simulation.priced_program import lowered, priced
-from parplan.planner.solver.problem import Problem, restrict
+from parplan.planner.solver.problem import FloatArray, Problem, restrict
 from parplan.planner.solver.solve import solve
 
 __all__ = ["Staged", "equal_parts", "fastest_in_stages", "has_loss", "why_not", "why_one_group"]
@@ -37,6 +39,8 @@ ROUNDS = (1, 2, 4)
 """Stages per group that are compared: interleaved ones idle less and send more."""
 
 PIPELINED = SCHEDULES[1:]
+
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -166,8 +170,7 @@ def _cut(case: Case, layers: Mapping[str, Strategy], groups: int) -> Iterator[tu
                 continue
             stages = rounds * groups
             flying = [most_in_flight(own, rounds) for own in orders(schedule, groups, stages, count)]
-            limit = min(cluster.memory_bytes) / rounds
-            ends = load.ends([flying[k % groups] for k in range(stages)], limit)
+            ends = load.ends([flying[k % groups] for k in range(stages)], min(cluster.memory_bytes), count, rounds)
             if ends is None:
                 continue
             times = load.times(ends)
@@ -185,52 +188,71 @@ class _Load:
 
     Args:
         seconds: summed up to every layer.
-        always, saved: bytes summed up likewise.
-        transient: bytes of each layer beside those.
         crossing_s: seconds of what is sent over a cut in front of every layer.
+        held: bytes by moment of the step, summed up to every layer likewise: (layers + 1, moments).
+        loss: the moment at which everything saved for backward is there.
     """
 
-    seconds: Sequence[float]
-    always: Sequence[float]
-    saved: Sequence[float]
-    transient: Sequence[float]
-    crossing_s: Sequence[float]
+    seconds: FloatArray
+    crossing_s: FloatArray
+    held: FloatArray
+    loss: int
 
     def times(self, ends: Sequence[int]) -> list[float]:
         """Seconds of every stage."""
-        return [self.seconds[end] - self.seconds[begin] for begin, end in zip((0, *ends), ends, strict=False)]
+        found: list[float] = np.diff(self.seconds[[0, *ends]]).tolist()
+        return found
 
-    def ends(self, flying: Sequence[float], limit: float) -> tuple[int, ...] | None:
-        """Where stages end, the longest being as short as can be; None where they do not fit.
+    def ends(self, flying: Sequence[float], limit: float, micro_batches: int, rounds: int) -> tuple[int, ...] | None:
+        """Where stages end so that the step is about the shortest; None where they do not fit.
+
+        The longest stage, or what it sends if that takes longer, is waited for by every micro-batch in every round;
+        the sends of one micro-batch come one after another.
 
         Args:
             flying: micro-batches in flight, by stage.
-            limit: bytes of each stage.
+            limit: bytes of each device.
+            rounds: stages of each group, which share its memory.
         """
-        count = len(self.transient)
-        # Where no less crosses in front of the layer before, or behind: between blocks rather than inside of them.
-        near = [inf, *self.crossing_s[1:], inf]
-        places = [0, *(p for p in range(1, count) if near[p] <= min(near[p - 1], near[p + 1])), count]
+        places, seconds, resident, saved, extra = self._between
         if len(places) <= len(flying):
             return None
-        best: list[tuple[float, tuple[int, ...]]] = [(0.0 if p == 0 else inf, ()) for p in places]
+        longest_s, sent_s = np.full((2, len(places)), inf)
+        longest_s[0] = sent_s[0] = 0.0
+        choices = list[IntArray]()
         for number in flying:
-            row = list[tuple[float, tuple[int, ...]]]()
-            for place, end in enumerate(places):
-                found: tuple[float, tuple[int, ...]] = (inf, ())
-                for before in range(place):
-                    begin, (known_s, ends) = places[before], best[before]
-                    longest_s = max(known_s, self.seconds[end] - self.seconds[begin])
-                    if longest_s < found[0] and self.nbytes(begin, end, number) <= limit:
-                        found = longest_s, (*ends, end)
-                row.append(found)
-            best = row
-        return best[-1][1] if best[-1][0] < inf else None
+            # Of several stages one at a time computes, and all hold what they keep.
+            roomy = rounds * (resident + number * saved) + extra <= limit
+            worst_s = np.where(roomy, np.maximum(longest_s[:, None], seconds), inf)
+            all_s = sent_s[:, None] + np.where(np.isfinite(worst_s), self.crossing_s[places][:, None], inf)
+            chosen = np.argmin((micro_batches * rounds - 1) * worst_s + all_s, axis=0)
+            every = np.arange(len(places))
+            longest_s, sent_s = worst_s[chosen, every], all_s[chosen, every]
+            choices.append(chosen)
+        if longest_s[-1] == inf:
+            return None
+        at, found = len(places) - 1, list[int]()
+        for chosen in reversed(choices):
+            found.append(int(places[at]))
+            at = int(chosen[at])
+        return tuple(reversed(found))
 
-    def nbytes(self, begin: int, end: int, flying: float) -> float:
-        """Bytes of a stage."""
-        held = self.always[end] - self.always[begin] + flying * (self.saved[end] - self.saved[begin])
-        return held + max(self.transient[begin:end], default=0.0)
+    @cached_property
+    def _between(self) -> tuple[IntArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+        """The places of cuts, and from each to each: seconds of a stage or of what it sends, bytes resident and
+        saved for backward, and more bytes at its peak; seconds are inf where no stage is."""
+        count = len(self.seconds) - 1
+        # Where no less crosses in front of the layer before, or behind: between blocks rather than inside of them.
+        near = [inf, *self.crossing_s[1:count], inf]
+        places = np.array([0, *(p for p in range(1, count) if near[p] <= min(near[p - 1], near[p + 1])), count])
+        done_s, sent_s = self.seconds[places], self.crossing_s[places]
+        # A device sends forward over one cut and back over the other, which each are half of what crosses.
+        seconds = np.maximum(done_s - done_s[:, None], (sent_s + sent_s[:, None]) / 2)
+        seconds[np.tril_indices(len(places))] = inf
+        held = self.held[places]
+        resident, loss = (held[:, moment] - held[:, moment][:, None] for moment in (0, self.loss))
+        peaks = np.array([(held - held[place]).max(axis=1) for place in range(len(places))])
+        return places, seconds, resident, loss - resident, peaks - loss
 
 
 def _load(case: Case, plan: Plan, each: int) -> _Load:
@@ -240,19 +262,15 @@ def _load(case: Case, plan: Plan, each: int) -> _Load:
     moved_s = dict.fromkeys(graph.layers, 0.0)
     for name, move in work.moves_to_layers(graph):
         moved_s[name] += move.forward_s + move.backward_s
-    seconds, always, saved, transient = list[float](), list[float](), list[float](), list[float]()
-    loss = Moments(len(graph.layers)).loss
-    for name, layer in graph.layers.items():
-        cost, held = work.layers[name].cost, costs.memory(layer, layers[name]).held
-        own_s = cost.forward_s + cost.backward_s + cost.replay_s + cost.gathers_s
-        seconds.append(own_s + moved_s[name])
-        resident = sum(one.nbytes for one in held if one.start == 0)
-        kept = sum(one.nbytes for one in held if 0 < one.start <= loss < one.end)
-        always.append(resident)
-        saved.append(kept)
-        transient.append(sum(one.nbytes for one in held) - resident - kept)
-    seconds, always, saved = (list(accumulate(own, initial=0.0)) for own in (seconds, always, saved))
-    return _Load(seconds, always, saved, transient, _crossing_s(graph, case, layers, each))
+    moments, seconds = Moments(len(graph.layers)), np.zeros(len(graph.layers) + 1)
+    held = np.zeros((len(seconds), moments.end))
+    for place, (name, layer) in enumerate(graph.layers.items(), 1):
+        cost = work.layers[name].cost
+        seconds[place] = cost.forward_s + cost.backward_s + cost.replay_s + cost.gathers_s + moved_s[name]
+        for one in costs.memory(layer, layers[name]).held:
+            held[place, one.start : one.end] += one.nbytes
+    crossing_s = np.array([*_crossing_s(graph, case, layers, each), 0.0])
+    return _Load(seconds.cumsum(), crossing_s, held.cumsum(axis=0), moments.loss)
 
 
 def _crossing_s(graph: LayerGraph, case: Case, layers: Mapping[str, Strategy], each: int) -> list[float]:
