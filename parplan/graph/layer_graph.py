@@ -31,7 +31,18 @@ from parplan.graph.axes.sample_indices import SampleIndex
 from parplan.layout import Layout, Sections
 from parplan.plan import Strategy
 
-__all__ = ["CASTS", "Axis", "Constant", "Layer", "LayerGraph", "TensorSpec", "Unplaced", "cast_name", "once_per_graph"]
+__all__ = [
+    "CASTS",
+    "UNCAST",
+    "Axis",
+    "Constant",
+    "Layer",
+    "LayerGraph",
+    "TensorSpec",
+    "Unplaced",
+    "cast_name",
+    "once_per_graph",
+]
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -357,6 +368,10 @@ class LayerGraph:
 
 CASTS = "parplan_casts"
 """Meta entry of a node: by the name of an operand, the type in which autocast hands it to the op."""
+
+UNCAST = "parplan_uncast"
+"""Meta entry of a node: the kind of device whose autocast is not for the op, which is of a region of the forward that
+switches it off or sets another type; the casts of that are ops of the graph."""
 
 _NARROW = (torch.float16, torch.bfloat16)
 _CONVERSIONS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)

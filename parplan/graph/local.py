@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from parplan.graph.axes.call import range_of
 from parplan.graph.axes.experts import EXPERT_PRODUCTS, run_expert_products
 from parplan.graph.axes.loss_ops import CLASS_TERMS, OWN_CODE, join_class_losses, run_class_terms
 from parplan.graph.axes.table import Call, overload
-from parplan.graph.layer_graph import Axis, Layer, LayerGraph
+from parplan.graph.layer_graph import UNCAST, Axis, Layer, LayerGraph
 from parplan.graph.packed_sequences import RNN_PACKED, run_packed
 from parplan.graph.user_code.functions import CUSTOM_FUNCTION, function_of
 from parplan.plan import Strategy
@@ -207,7 +207,20 @@ def _copy(
         own[name] = None if given[name] in optional else code.call_function(zeros, (made[name],))
     made_args: Any = fx.node.map_arg(tuple(args), lambda source: own[source.name])
     made_kwargs: Any = fx.node.map_arg(kwargs, lambda source: own[source.name])
+    if kind := node.meta.get(UNCAST):
+        target = _without_autocast(target, kind)
     return code.create_node("call_function", target, made_args, made_kwargs, name=node.name)
+
+
+@cache
+def _without_autocast(target: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """An op with the types of its operands, whatever autocast the caller has set for a kind of devices."""
+
+    def uncast(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(kind, enabled=False):
+            return target(*args, **kwargs)
+
+    return uncast
 
 
 SAME = "parplan_same"  # in the meta of a node: its arguments do not change with the number of samples

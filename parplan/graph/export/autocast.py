@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parplan.accelerators import autocast_types
 from parplan.compat import FakeTensor, pytree
 from parplan.graph.kinds import op_name
-from parplan.graph.layer_graph import CASTS
+from parplan.graph.layer_graph import CASTS, UNCAST
 
 __all__ = ["autocast_as", "record_casts"]
 
@@ -57,8 +57,8 @@ class _Conversions(TorchDispatchMode):
 def record_casts(graph: fx.Graph) -> None:
     """Note at every node what autocast, as it is set now, casts for it (CASTS).
 
-    Autocast passes meta tensors by: types of values there become those that the CPU's autocast gives them. Ops that a
-    region without autocast has computed in their own types are left as they are.
+    Autocast passes meta tensors by: types of values there become those that the CPU's autocast gives them. Ops of a
+    region of the forward without autocast, or with another type, keep theirs (UNCAST).
     """
     if not any(map(torch.is_autocast_enabled, autocast_types())):
         return
@@ -82,6 +82,7 @@ def record_casts(graph: fx.Graph) -> None:
         if kind == "meta":
             node.meta["val"] = pytree.tree_map(_of_type, value, types)
         elif types != _types(value):
+            node.meta[UNCAST] = set_kind
             continue
         if casts:
             node.meta[CASTS] = {operands[place].name: dtype for place, dtype in casts.items()}

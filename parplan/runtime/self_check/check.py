@@ -262,6 +262,8 @@ class SelfCheck:
 
     def _repeated(self, record: CheckRecord, batch: Batch, subject: CheckedModel, found: StepDifference) -> CheckRecord:
         """Settle a difference: one that float64 shows too is an error."""
+        if not found.alike:
+            raise _error(record, batch, subject, found, "in its results' types or structure")
         if found.precision is torch.float64:
             raise _error(record, batch, subject, found, "in float64")
         type_name = str(found.precision).removeprefix("torch.")

@@ -39,6 +39,10 @@ _REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.
 GROSS = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 
 
+STRUCTURE = "structure"
+"""The name of what differs where results are not alike."""
+
+
 class PlainFailure(Exception):
     """The plain module itself fails on what it is given."""
 
@@ -68,6 +72,11 @@ class StepDifference:
         return frozenset(name for name, value in found if not value <= self.limit)
 
     @property
+    def alike(self) -> bool:
+        """Whether results are tensors of the same types in the same places, which no rounding changes."""
+        return all(group.worst != STRUCTURE for group in self.differences)
+
+    @property
     def agrees(self) -> bool:
         """Whether all differences are rounding."""
         return all(group.difference <= self.limit for group in self.differences)
@@ -79,7 +88,7 @@ class StepDifference:
             if group.difference <= self.limit:
                 found.append(f"{group.group}: {group.count} agree")
             elif group.difference == math.inf:
-                what = "has another shape or structure, other whole numbers, or infinities elsewhere"
+                what = "has another shape, type or structure, other whole numbers, or infinities elsewhere"
                 found.append(f"{group.group}: {group.worst} {what}")
             else:
                 off = sum(not difference <= self.limit for difference in group.differences.values())
@@ -213,18 +222,18 @@ def _differences(
         ("input gradients", expected.input_gradients, planned.input_gradients, pulled),
         ("buffers", expected.buffers, planned.buffers, largest_of(whole.buffers)),
     ]
-    # As many leaves, tensors in the same places, and the same values in the others.
+    # As many leaves, tensors of the same types in the same places, and the same values in the others.
     alike, simple = len(expected.results) == len(planned.results), (bool, int, float, str, bytes)
     for a, b in zip(expected.results, planned.results, strict=False):
         if isinstance(a, Tensor) or isinstance(b, Tensor):
-            alike = alike and isinstance(a, Tensor) and isinstance(b, Tensor)
+            alike = alike and isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype
         elif isinstance(a, simple) and isinstance(b, simple):
             alike = alike and (a == b or (a != a and b != b))
         else:
             alike = alike and type(a) is type(b)
     found = [compare_group(n, a, b, floor * largest) for n, a, b, largest in groups[0 if alike else 1 :] if a]
     if not alike:
-        found.insert(0, GroupDifference("results", len(expected.results), math.inf, "structure", {}))
+        found.insert(0, GroupDifference("results", len(expected.results), math.inf, STRUCTURE, {}))
     return tuple(found)
 
 
