@@ -328,7 +328,7 @@ def _explained(case: Case, found: Found, by_hand: tuple[Baseline, ...], pinned: 
         )
     elif MESHES in found.proof.covered:
         layers = tuple(replace(one, why="part of the mesh that was chosen for all equal blocks") for one in layers)
-    several = case.cluster.count > 1
+    several, fits = case.cluster.count > 1, not memory_excess(case.cluster, step)
     weights = {case.graph.values[name].dtype for name in case.graph.parameters} or {torch.float32}
     outside = loss_outside(plan, case.graph, case.cluster, case.costs, step)
     notes = (*request.notes, *_notes(case, found, step), *([str(outside)] if outside is not None else []))
@@ -344,7 +344,7 @@ def _explained(case: Case, found: Found, by_hand: tuple[Baseline, ...], pinned: 
         layers=layers,
         prediction=step,
         baselines=by_hand,
-        advice=advice(plan, step.step_s, by_hand, found.proof.simpler, better_batch(plan, case.graph)),
+        advice=advice(plan, step.step_s, by_hand, found.proof.simpler, better_batch(plan, case.graph), fits),
         proof=found.proof,
         seconds=Seconds(0.0, 0.0, 0.0, 0.0),
         notes=notes,

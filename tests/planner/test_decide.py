@@ -28,6 +28,7 @@ from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import evaluate
+from parplan.report.sections.verdict import verdict_lines
 from tests.planner.decided import decided
 from tests.planner.graphs import classifier, counted, perceptron
 from tests.planner.oracle import brute_force
@@ -212,6 +213,22 @@ def test_a_given_plan_is_priced_not_replaced() -> None:
     best = decided(graph, cluster)
     assert decision.prediction.step_s >= best.prediction.step_s * (1 - 1e-6)
     assert decision.proof.given
+
+
+def test_a_given_plan_that_does_not_fit_is_neither_advised_nor_proven() -> None:
+    """The bound was of plans that fit, of which there are none below it."""
+    graph, cluster = perceptron(), cluster_preset(SLOW, 2)
+    names = tuple(graph.layers)
+    mine = Plan(graph.model, graph.fingerprint, 12, 2, {name: Strategy() for name in names})
+    full = decided(graph, cluster, PlanRequest(plan=mine)).prediction.memory_bytes[0]
+    small = cluster.with_memory(full - 1)
+    decision = decided(graph, small, PlanRequest(plan=mine))
+    assert decision.advice.endswith("instead of this plan, which does not fit.")
+    assert not decision.advice.startswith("Use one device")
+    assert decision.proof.bound < 0.99 * decision.prediction.step_s
+    assert "does not fit" in verdict_lines(decision)[0].text
+    none = decided(graph, cluster.with_memory(1), PlanRequest(plan=mine))
+    assert none.advice == "Use another plan instead of this plan, which does not fit."
 
 
 def test_a_given_plan_that_one_by_hand_beats_is_not_advised() -> None:

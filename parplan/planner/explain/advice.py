@@ -41,30 +41,42 @@ def better_batch(plan: Plan, graph: LayerGraph) -> str:
     return f"{batch} divides by {' and '.join(map(str, counts))}: +{gain}% samples/s."
 
 
-def advised(plan: Plan, step_s: float, baselines: Sequence[Baseline], chosen: bool = False) -> str:
+def advised(plan: Plan, step_s: float, baselines: Sequence[Baseline], chosen: bool = False, fits: bool = True) -> str:
     """The name of the plan by hand that `plan`, of `step_s` seconds, is, or that is clearly faster; else empty.
 
     Args:
         chosen: the plan is the one that the tolerance prefers, so that a faster one is no advice.
+        fits: the plan has room; else the fastest by hand that has is advised.
     """
     legal = {one.name: one.whole_s for one in baselines if one.fits and one.whole_s is not None}
     same = same_plan(plan, baselines)
     own = same.name if same is not None else ""
     best = min(legal, key=lambda name: legal[name]) if legal else ""
+    if not fits:
+        return best
     if own and chosen:
         return own
     return best if legal and best != own and legal[best] < (1 - MARGIN) * step_s else own
 
 
 def advice(
-    plan: Plan, step_s: float, baselines: Sequence[Baseline], simpler: Simpler | None = None, hint: str = ""
+    plan: Plan,
+    step_s: float,
+    baselines: Sequence[Baseline],
+    simpler: Simpler | None = None,
+    hint: str = "",
+    fits: bool = True,
 ) -> str:
     """The advice in a sentence, given the plan with its step in seconds and the baselines' steps.
 
     Args:
         simpler: the fastest plan, where `plan` is a simpler one.
         hint: a sentence that follows wherever more than one device is advised.
+        fits: the plan, which was decided by hand else, has room.
     """
+    if not fits:
+        instead = advised(plan, step_s, baselines, fits=False)
+        return f"Use {instead or 'another plan'} instead of this plan, which does not fit."
     legal = {one.name: one.whole_s for one in baselines if one.fits and one.whole_s is not None}
     name, same = advised(plan, step_s, baselines, simpler is not None), same_plan(plan, baselines)
     same = same if same is not None and same.name == name else None

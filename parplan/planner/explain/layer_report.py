@@ -116,6 +116,6 @@ def memory_excess(cluster: Cluster, step: Prediction) -> list[str]:
         if needed > device.memory_bytes:
             return [
                 f"device {number} needs {size_text(needed)} with its transfers, {size_text(device.memory_bytes)} are "
-                "usable: lower --batch, or plan with a smaller --memory to leave room"
+                "usable: lower --batch, or leave out --plan (plan=) for one that fits"
             ]
     return []

@@ -411,13 +411,13 @@ class _Run:
 
     def _given(self, plan: Plan) -> Found:
         case = self.case
-        shape = shape_of(plan, case.graph, case.cluster)
-        formulation = self.search.formulation(shape)
+        formulation = self.search.formulation(shape_of(plan, case.graph, case.cluster))
         assert formulation is not None  # it has the plan's own strategies
         choice = formulation.choice(plain(plan), stages(case.graph, plain(plan), plan.scheme).of)
-        own_s = objective(formulation.problem, choice)
+        own_s, roomy = objective(formulation.problem, choice), fits(case.graph, case.cluster, case.costs, plain(plan))
         own = Candidate(case.step_s(plan, own_s), own_s, plan, formulation, choice)
-        return Found(plan, formulation, choice, self.proof(own, min(self.bound, own_s)))
+        bound_s = self.bound if roomy else self.search.least_work_s()  # the bound is of plans that fit
+        return Found(plan, formulation, choice, self.proof(own, min(bound_s, own_s)))
 
     def _none(self) -> Exception:
         """The error that says why there is no plan, or that a search of so many seconds did not find out."""

@@ -7,13 +7,15 @@ shapes the driver chooses (planner/search/select.py).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
 from parplan.graph.layer_graph import Layer, LayerGraph, once_per_graph
+from parplan.lowering.holdings import slices
 from parplan.lowering.stages import Stage, keeps_apart
-from parplan.plan import Scheme, Strategy
+from parplan.plan import STATES, Scheme, Strategy
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.solver.problem import Linear
@@ -96,10 +98,13 @@ def choices(graph: LayerGraph, layer: Layer, strategies_: Sequence[Strategy], sh
         homes = () if shape.average else shape.homes
         phase = next((own for own in homes if any(layer.name in branch for branch, _ in own[0])), ())
         serial = [] if phase and shape.placed else [Choice(strategy) for strategy in strategies_]
+        ways = list(dict.fromkeys((one.state, one.saved) for one in strategies_))
         for number, placement in enumerate(phase):
             block = next(block for branch, block in placement if layer.name in branch)
-            own = strategies(layer, graph.batch or 1, [block])
-            serial += [Choice(strategy, placement=number) for strategy in own]
+            for one, (state, saved) in product(strategies(layer, graph.batch or 1, [block]), ways):
+                strategy = replace(one, state=state, saved=saved)
+                if state == STATES[0] or strategy in strategies_ or slices(graph, layer, strategy):
+                    serial.append(Choice(strategy, placement=number))
         return tuple(serial)
     apart, found = keeps_apart(layer), list[Choice]()
     for strategy in strategies_:

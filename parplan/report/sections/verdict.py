@@ -97,7 +97,8 @@ def _used(decision: Decision) -> int:
 def _use(decision: Decision) -> str:
     """The kind of this plan, by its name where people write it by hand; or what is better than one they decided."""
     same = same_plan(decision.plan, decision.baselines)
-    if decision.advised and (same is None or same.name != decision.advised):
+    needed, limit = decision.cluster.fullest(decision.prediction.memory_bytes)
+    if needed > limit or (decision.advised and (same is None or same.name != decision.advised)):
         return decision.advice.removeprefix("Use ").removesuffix(".")
     used, count, kind = _used(decision), decision.cluster.count, kind_of_plan(decision)
     where = f" on {used if used < count else 'all ' + str(used)} devices"

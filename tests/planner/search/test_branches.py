@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from examples import alexnet, resnet50, two_tower
+from parplan.api import analyze
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.planner.search.branches import Section, homes_of, sections, sections_of
@@ -215,6 +216,36 @@ class Both(nn.Module):
         """(N, 8) to (N, 8)."""
         result: Tensor = self.a(x) + self.b(x)
         return result
+
+
+class Towers(nn.Module):
+    """Users and items, each with layers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Sequential(nn.EmbeddingBag(20_000, 64), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 128))
+        self.other = nn.Sequential(nn.EmbeddingBag(50_000, 64), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 128))
+        self.last = nn.Linear(256, 1)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        """Eight users and items of each sample to its score."""
+        score: Tensor = self.last(torch.cat([self.own(user), self.other(item)], 1)).squeeze(1)
+        return score
+
+
+PINS = (["own.0=saved:replay"], ["own=gpu:0,1 replicas:2 state:sharded", "other=gpu:2,3 replicas:2"])
+
+
+@pytest.mark.parametrize("pins", PINS, ids=["replay", "state"])
+def test_layers_of_branches_with_devices_of_their_own_keep_what_is_pinned(pins: list[str]) -> None:
+    """Strategies on their blocks were listed anew, without state and replay."""
+    batch = torch.zeros(256, 8, dtype=torch.long), torch.zeros(256, 8, dtype=torch.long)
+    gpus = 4 if len(pins) > 1 else 2
+    found = analyze(Towers(), batch, gpus=gpus, gpu="v100-sxm2", pins=pins)
+    homes = {name: own.devices for name, own in found.plan.layers.items()}
+    assert not set(homes["own.1"]) & set(homes["other.1"])
+    again = analyze(Towers(), batch, gpus=gpus, gpu="v100-sxm2", plan=found.plan)
+    assert again.prediction.step_s == pytest.approx(found.prediction.step_s)
 
 
 def test_branches_are_beside_each_other_on_disjoint_devices_only() -> None:
