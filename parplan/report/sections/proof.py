@@ -142,13 +142,22 @@ def proven_words(decision: Decision) -> str:
     """The verdict on the proof: `yes`, `within 0.4 %` of any plan that could be found, or `no`, and of which plans."""
     proof, pins = decision.proof, " with these pins" if decision.pins else ""
     wants = conditions(decision)
-    which = f"{pins} that {' and '.join(wants)}" if 0 < len(wants) <= NAMED else pins
+    kinds = _open_kinds(proof) if decision.cluster.count > 1 else []
+    which = " and".join([pins] * bool(pins) + [f" without {' or '.join(kinds)}"] * bool(kinds))
+    which += f" that {' and '.join(wants)}" if 0 < len(wants) <= NAMED else ""
     limited = ", under the conditions below" if len(wants) > NAMED else ""
     if proof.status == "OPTIMAL":
         return f"yes{limited}: no plan{which} is faster under these costs"
     if not _bounded(proof):
         return "no: no bound was found, so nothing is known about other plans"
     return f"within {units.at_most(proof.gap)}{limited}: {_least(decision, which)} under these costs"
+
+
+def _open_kinds(proof: Proof) -> list[str]:
+    """The kinds of plans that the bound is not of, which may be faster."""
+    if STAGES in proof.covered or MESHES in proof.covered:
+        return []  # the bound is of all plans
+    return ["sharded state"] * (SHARDED not in proof.covered and not proof.given) + ["stages"] * bool(proof.stages)
 
 
 def _least(decision: Decision, which: str) -> str:

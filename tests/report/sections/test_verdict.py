@@ -8,7 +8,19 @@ import pytest
 
 from parplan.cost_models.costs import Source
 from parplan.plan import Strategy
-from parplan.planner.decision import ANY_BLOCK, BRANCHES, ConcurrentBranches, Decision, LayerReport, Proof, Simpler
+from parplan.planner.decision import (
+    ANY_BLOCK,
+    BRANCHES,
+    NOT_COMPARED,
+    ConcurrentBranches,
+    Decision,
+    LayerReport,
+    Proof,
+    Simpler,
+)
+from parplan.planner.decision import (
+    SHARDED as IN_SLICES,
+)
 from parplan.report.sections.verdict import kind_of_plan
 from parplan.report.terminal import Detail
 from tests.every_case import every_case
@@ -105,7 +117,9 @@ def test_a_plan_by_hand_has_its_name_and_says_what_its_own_batch_norm_would_make
             "Use plain data parallel on all 4 devices: 4 replicas of conv1 .. conv5, 4 shards of fc6"
         )
         assert words in text
-        assert ("no plan that has batch norm over the whole batch is faster" in text) is (norm_s > 0)
+        assert ("no plan without sharded state that has batch norm over the whole batch is faster" in text) is (
+            norm_s > 0
+        )
 
 
 def test_the_faster_plan_is_a_line_below() -> None:
@@ -148,25 +162,31 @@ def test_too_much_memory_is_no_fit() -> None:
     assert "Fits no: 16.0 GiB of 15.0 GiB on the fullest device (107 %)." in text
 
 
+WHOLE = "no plan without sharded state"
+
+
 @pytest.mark.parametrize(
     ("proof", "words"),
     [
-        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, covered=(ANY_BLOCK, BRANCHES)), "yes: no plan is faster under"),
-        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1), "yes: no plan that has its layers on the first devices is faster"),
+        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, covered=(ANY_BLOCK, BRANCHES)), f"yes: {WHOLE} is faster under"),
+        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, covered=(ANY_BLOCK, BRANCHES, IN_SLICES)), "yes: no plan is faster"),
+        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, covered=(ANY_BLOCK, BRANCHES), stages=NOT_COMPARED),
+         f"yes: {WHOLE} or stages is faster under"),
+        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1), f"yes: {WHOLE} that has its layers on the first"),
         (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, equal_parts=True),
-         "yes: no plan that has its layers on the first devices and splits the batch evenly is faster"),
+         f"yes: {WHOLE} that has its layers on the first devices and splits the batch evenly is faster"),
         (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, equal_parts=True, alike="blocks"),
-         "yes, under the conditions below: no plan is faster"),
+         f"yes, under the conditions below: {WHOLE} is faster"),
         (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1, covered=(ANY_BLOCK, BRANCHES)),
-         "within 10 %: no plan takes less than 16.78 ms under these costs."),
+         f"within 10 %: {WHOLE} takes less than 16.78 ms under these costs."),
         (Proof("FEASIBLE", STEP_S, 0.99999 * STEP_S, 1e-5, 1, covered=(ANY_BLOCK, BRANCHES)),
-         "within 0.1 %: no plan takes less than 18.65 ms under these costs."),
-        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1), "within 10 %: no plan that has its layers on the first"),
+         f"within 0.1 %: {WHOLE} takes less than 18.65 ms under these costs."),
+        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1), f"within 10 %: {WHOLE} that has its layers on the first"),
         (Proof("FEASIBLE", STEP_S, float("-inf"), float("inf"), 1), "no: no bound was found"),
         (Proof("FEASIBLE", STEP_S, 0.0, 1.0, 1), "no: no bound was found"),
         (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1, given=True), "within 10 %: no plan that"),
         (Proof("OPTIMAL", STEP_S, 1.2 * STEP_S, 0.0, 1, covered=(ANY_BLOCK, BRANCHES)),
-         "yes: no plan that hands the model's results to all 4 devices is faster"),
+         f"yes: {WHOLE} that hands the model's results to all 4 devices is faster"),
         (Proof("GIVEN", STEP_S, float("-inf"), float("inf"), 0), "no: no bound was found"),
     ],
 )  # fmt: skip
@@ -190,7 +210,7 @@ def test_the_verdict_and_the_proof_say_the_same(gap: float) -> None:
 
 
 def test_pins_limit_the_proof() -> None:
-    assert "no plan with these pins is faster" in verdict(pinned())
+    assert "no plan with these pins and without sharded state is faster" in verdict(pinned())
 
 
 @pytest.mark.parametrize("make", [alexnet, alone, pinned])
