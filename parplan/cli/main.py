@@ -146,21 +146,32 @@ def _drop_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _check_outputs(*outputs: tuple[str, str | None]) -> None:
-    """Refuse outputs that overwrite each other or cannot be written, before the work that would be lost.
+def _check_outputs(options: argparse.Namespace, *outputs: tuple[str, str | None]) -> None:
+    """Refuse outputs that overwrite each other or an input, or cannot be written, before the work that would be lost.
 
     Args:
         outputs: options and the files that they name; `--json -` is standard output.
     """
+    names = ("target", "pins", "cluster", "profile_graph", "layer_params")
+    given = {name: getattr(options, name, None) for name in names}
+    inputs = [(name, path) for name, path in given.items() if path and os.path.isfile(path)]
     named: dict[str, str] = {}
     for option, path in outputs:
         if path is None:
             continue
-        if path in named:
-            raise ParplanError(f"{named[path]} and {option} both name {path}; give each a file of its own")
-        named[path] = option
-        if (option, path) != ("--json", "-"):
-            check_writable(path, option)
+        place = path if path == "-" else os.path.realpath(path)
+        if place in named:
+            raise ParplanError(f"{named[place]} and {option} both name {path}; give each a file of its own")
+        named[place] = option
+        if path == "-" and option == "--json":
+            continue
+        if path == "-":
+            raise ParplanError(f"{option} -: only --json writes to standard output; name a file")
+        check_writable(path, option)
+        for name, read in inputs:
+            if os.path.realpath(read) == place:
+                what = read if name == "target" else f"--{name.replace('_', '-')} {read}"
+                raise ParplanError(f"{option} {path} would overwrite what is read, {what}; name another file")
 
 
 def _analyze(options: argparse.Namespace) -> int:
@@ -175,7 +186,7 @@ def _analyze(options: argparse.Namespace) -> int:
         kept = load_plan_or_report(options.check)
         if kept.report is None:
             raise ParplanError(f"--check {options.check} is a plan; name a report that --json wrote, which has a step")
-    _check_outputs(("--out", options.out), ("--json", options.json), *picture_paths(options))
+    _check_outputs(options, ("--out", options.out), ("--json", options.json), *picture_paths(options))
     plan = _plan(options.plan)
     decision = _decide(options, plan, _pins(options, plan))
     seconds, total_s = decision.seconds, time.perf_counter() - began
@@ -288,7 +299,8 @@ def _printed(write: Callable[[Console], None]) -> str:
     """The text that `write` prints on a console for standard output; so a closed pipe shows in one place only."""
     from rich.console import Console
 
-    console = Console()
+    wide = os.environ.get("COLUMNS", "").strip()
+    console = Console(width=80 if wide.isdigit() and not int(wide) else None)  # terminals without a size say 0
     with _stdout_trouble(), console.capture() as captured:
         write(console)
     return captured.get()
@@ -324,7 +336,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from parplan.report.progress import Progress
 
-    _check_outputs(("--out", options.out))
+    _check_outputs(options, ("--out", options.out))
     plan = Plan.load(options.plan)
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         progress.phase("load")
@@ -360,7 +372,7 @@ def _profile(options: argparse.Namespace) -> int:
 def _presets(options: argparse.Namespace) -> int:
     from parplan.report.presets import presets_json, render_presets
 
-    _check_outputs(("--json", options.json))
+    _check_outputs(options, ("--json", options.json))
     if options.json in (None, "-"):
         _write(presets_json() if options.json else _printed(render_presets))
     else:
@@ -379,7 +391,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _run_report(options: argparse.Namespace) -> int:
     from parplan.report.progress import Progress
 
-    _check_outputs(("--json", options.json), ("--html", options.html), ("--trace", options.trace))
+    _check_outputs(options, ("--json", options.json), ("--html", options.html), ("--trace", options.trace))
     # torch's profiler, which finds the peak memory, announces itself on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     plan = _plan(options.plan)

@@ -373,7 +373,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     add_options(verify, PlanOptions, "pins")
     verify.add_argument("--pins", **pins_file)
     verify.add_argument("--devices", type=device_count, metavar="N", help=DEVICES)
-    verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (default: 0)")
+    verify.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the random inputs (default: 0)")
 
     _add_target(export)
     export.add_argument("--plan", required=True, help="the plan that `parplan analyze --out` wrote", **FILE)
@@ -398,6 +398,17 @@ def _add_target(command: _Parser, nargs: str | None = None, **changes: Mapping[s
     command.add_argument("target", nargs=nargs, metavar="TARGET", help="the model, see above")
     add_options(command, TargetOptions, **changes)
     command.add_argument("--verbose", action="store_true", help=VERBOSE)
+
+
+def _seed(text: str) -> int:
+    """A seed as torch takes it."""
+    try:
+        seed = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number") from None
+    if not 0 <= seed < 2**64:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not from 0 to 2**64 - 1")
+    return seed
 
 
 def _batch(text: str) -> int | str:

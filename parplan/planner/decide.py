@@ -25,7 +25,7 @@ from parplan.fields import counted
 from parplan.graph.export.garbage import seldom_collected
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.pipeline.stages import stage_numbers
-from parplan.plan import SCHEDULES, Plan
+from parplan.plan import RULES, SCHEDULES, Plan
 from parplan.planner.decision import MESHES, Baseline, Decision, Prediction, PricedGraph, Seconds, Simpler
 from parplan.planner.explain.advice import ONE, advice, advised, better_batch
 from parplan.planner.explain.branch_report import concurrent_branches, with_concurrency
@@ -270,7 +270,13 @@ def _case(
             raise PinError(
                 "a plan decides every layer, so there is nothing left to pin; leave out the plan or the pins"
             )
-        plan = _reviewed(request.plan, graph, cluster, costs)
+        if request.micro_batches not in (None, request.plan.micro_batches):
+            raise PlanError(
+                f"the plan's number of micro-batches is {request.plan.micro_batches}, and {request.micro_batches} were "
+                "asked for; leave out --micro-batches (micro_batches=), or the plan"
+            )
+        strict = request.rules == RULES[-1]
+        plan = _reviewed(replace(request.plan, rules=RULES[-1]) if strict else request.plan, graph, cluster, costs)
         whole = replace(graph, batch=graph.batch and plan.batch)
         request = replace(request, plan=plan, notes=(*request.notes, *mismatches(request.plan, whole)))
     if cluster.home is not None:

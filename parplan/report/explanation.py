@@ -27,7 +27,7 @@ def layer_named(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     ends = [known for known in layers if known.endswith(f".{name}")]
     if name not in layers and len(ends) != 1:
         hint = f"several end in it: {', '.join(ends[:4])}" if ends else did_you_mean(name, layers)
-        raise ParplanError(f"{name} is no layer of {report['model']}; {hint}")
+        raise ParplanError(f"{name!r} is no layer of {report['model']}; {hint}")
     found: Mapping[str, Any] = layers.get(name) or layers[ends[0]]
     return found
 

@@ -207,6 +207,37 @@ def test_a_failure_leaves_files_as_they_were(
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
+        ("analyze net.py --out net.py", "--out net.py would overwrite what is read, net.py"),
+        ("analyze net.py --json ./net.py", "--json ./net.py would overwrite what is read, net.py"),
+        ("analyze net.py --cluster c.toml --json c.toml", "would overwrite what is read, --cluster c.toml"),
+        ("analyze net.py --out one --json ./one", "--out and --json both name ./one"),
+        ("analyze net.py --out -", "only --json writes to standard output"),
+        ("verify net.py --seed 99999999999999999999999", "is not from 0 to 2**64 - 1"),
+        ("verify net.py --seed x", "'x' is no whole number"),
+    ],
+)
+def test_what_is_read_is_not_overwritten(
+    model: str, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str, words: str
+) -> None:
+    (tmp_path / "c.toml").write_text("")
+    assert main(asked.split()) == 2
+    assert words in capsys.readouterr().err
+    assert (tmp_path / "net.py").read_text() == MODEL
+    assert not (tmp_path / "one").exists()
+
+
+def test_a_terminal_without_a_size_has_a_usual_one(
+    model: str, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pseudo-terminals without a size say COLUMNS=0, and nothing was printed."""
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["analyze", model]) == 0
+    assert "Proven" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
         ("analyze {} --gpus 0", "--gpus 0: a plan needs at least 1 device"),
         ("analyze {} --gpus 3x0", "--gpus 3x0: a plan needs at least 1 device"),
         ("analyze {} --gpu nope", "there is no device preset 'nope'"),

@@ -215,6 +215,21 @@ def test_a_given_plan_is_priced_not_replaced() -> None:
     assert decision.proof.given
 
 
+def test_a_given_plan_is_held_to_what_is_asked_beside_it() -> None:
+    class Classifier(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return functional.cross_entropy(x, y)
+
+    graph = capture(Classifier(), (torch.zeros(8, 16, requires_grad=True), torch.zeros(8, dtype=torch.long)))
+    cluster, (loss, *_) = cluster_preset(SLOW, 2), graph.layers.values()
+    layers = {name: Strategy() for name in graph.layers} | {loss.name: Strategy(1, 2, loss.axes[0].name, (0, 1))}
+    mine = Plan(graph.model, graph.fingerprint, 8, 2, layers)
+    with pytest.raises(PlanError, match=r"number of micro-batches is 1, and 2 were asked for"):
+        decided(graph, cluster, PlanRequest(plan=mine, micro_batches=2))
+    with pytest.raises(PlanError, match="R7"):
+        decided(graph, cluster, PlanRequest(plan=mine, rules="strict"))
+
+
 def test_a_given_plan_that_does_not_fit_is_neither_advised_nor_proven() -> None:
     """The bound was of plans that fit, of which there are none below it."""
     graph, cluster = perceptron(), cluster_preset(SLOW, 2)

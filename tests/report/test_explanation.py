@@ -69,7 +69,7 @@ def test_a_pin_decides() -> None:
 
 def test_a_layer_is_found_by_the_end_of_its_name() -> None:
     assert layer_named(report(), "fc6")["name"] == NAME
-    with pytest.raises(ParplanError, match=r"conv9 is no layer of AlexNet; did you mean conv\d\?"):
+    with pytest.raises(ParplanError, match=r"'conv9' is no layer of AlexNet; did you mean conv\d\?"):
         layer_named(report(), "conv9")
     twice = report()
     twice["layers"].append({**twice["layers"][0], "name": "decoder.fc6"})

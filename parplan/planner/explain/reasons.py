@@ -41,7 +41,11 @@ def with_reasons(
         if not found:
             why = only_way(graph.layers[name])
             blocks = [tuple(range(plan.devices))]
-            if why == NO_OTHER_WAY and len(strategies(graph.layers[name], plan.micro_batch, blocks)) > 1:
+            if (
+                formulation.fold is not None
+                and why == NO_OTHER_WAY
+                and len(strategies(graph.layers[name], plan.micro_batch, blocks)) > 1
+            ):
                 return NOT_APART
             return f"no other split of it is legal in {passes} passes" if passes > 1 and why == NO_OTHER_WAY else why
         best = next((one for one in found if one.fits), None)
