@@ -155,19 +155,18 @@ def _check_outputs(options: argparse.Namespace, *outputs: tuple[str, str | None]
     names = ("target", "pins", "cluster", "profile_graph", "layer_params")
     given = {name: getattr(options, name, None) for name in names}
     inputs = [(name, path) for name, path in given.items() if path and os.path.isfile(path)]
-    named: dict[str, str] = {}
+    named: dict[str, tuple[str, str]] = {}
     for option, path in outputs:
-        if path is None:
-            continue
-        place = path if path == "-" else os.path.realpath(path)
-        if place in named:
-            raise ParplanError(f"{named[place]} and {option} both name {path}; give each a file of its own")
-        named[place] = option
-        if path == "-" and option == "--json":
-            continue
-        if path == "-":
+        if path is not None:
+            place = path if path == "-" else os.path.realpath(path)
+            if place in named:
+                raise ParplanError(f"{named[place][0]} and {option} both name {path}; give each a file of its own")
+            named[place] = option, path
+    for place, (option, path) in named.items():
+        if path == "-" and option != "--json":
             raise ParplanError(f"{option} -: only --json writes to standard output; name a file")
-        check_writable(path, option)
+        if path != "-":
+            check_writable(path, option)
         for name, read in inputs:
             if os.path.realpath(read) == place:
                 what = read if name == "target" else f"--{name.replace('_', '-')} {read}"
