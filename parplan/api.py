@@ -253,10 +253,11 @@ def compile(  # the name users know from torch.compile
         report = compiled.report = Analysis.of(replace(pricing(), progress=progress).decided(graph))
         return report.plan
 
+    start = StartValues.of(model, initialise, weights)
     compiled = Compiled(
         model, planner, devices=devices, output_device=output_device, dim=dim, batch_norm=batch_norm, scalars=scalars,
         inputs=inputs, same_draws=same_draws, threads=threads, check=check, backend=backend,
-        start=StartValues.of(model, initialise, weights), alike=options.by_hand,
+        start=start, alike={**options.by_hand, "start values": start and start.failure},
     )  # fmt: skip
     compiled.predict_times = lambda graph, plan: pricing().predicted(graph, plan).expected
     compiled.while_planning(progress)

@@ -1,9 +1,10 @@
-"""Files that are whole or as they were: written beside their place, then moved there in one step."""
+"""Files that are whole or as they were: written beside their place, then moved there in one step; their checksums."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import os
 import shutil
 import sys
@@ -12,12 +13,52 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from parplan.errors import ParplanError
+from parplan.errors import CheckpointError, ParplanError
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["check_writable", "replacing", "write_files"]
+__all__ = ["check_writable", "checked_digest", "replacing", "write_digest", "write_files"]
+
+MARK = b"\nparplan checkpoint 1 sha256 "
+TRAILER_BYTES = len(MARK) + 2 * hashlib.sha256().digest_size + 1
+CHUNK_BYTES = 1 << 22
+
+
+def write_digest(file: BinaryIO) -> None:
+    """Append a line with the SHA-256 of all that a file has."""
+    digest = _digest(file, file.seek(0, os.SEEK_END))
+    file.write(MARK + digest.encode() + b"\n")
+
+
+def checked_digest(file: BinaryIO, name: object) -> str | None:
+    """The SHA-256 that a file ends with, of all before it; None where it has none.
+
+    Raises:
+        CheckpointError: it is that of something else.
+    """
+    size = file.seek(0, os.SEEK_END) - TRAILER_BYTES
+    file.seek(max(size, 0))
+    trailer = file.read()
+    if not trailer.startswith(MARK):
+        return None
+    digest, written = _digest(file, size), trailer[len(MARK) : -1].decode("ascii", "replace")
+    if (written, trailer[-1:]) != (digest, b"\n"):
+        raise CheckpointError(
+            f"{name} is damaged: its SHA-256 is {digest}, and was {written} when it was written; take an older "
+            "checkpoint"
+        )
+    return digest
+
+
+def _digest(file: BinaryIO, size: int) -> str:
+    """SHA-256 of the first `size` bytes."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while size and (chunk := file.read(min(size, CHUNK_BYTES))):
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.hexdigest()
 
 
 def check_writable(path: str, option: str) -> None:

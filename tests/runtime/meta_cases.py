@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+import parplan
 from examples.gpt2 import GPT2
 from parplan.errors import RuntimeFailure, UncheckedWarning
 from parplan.runtime.module.compiled import Compiled
@@ -154,5 +155,22 @@ def early_state(rank: int, ranks: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncheckedWarning)
         model(torch.randint(64, (4, 17))).backward()
-    with pytest.raises(RuntimeFailure, match=r"the state of Adagrad for net\.wpe\.weight was made, or loaded, while"):
+    with pytest.raises(RuntimeFailure, match=r"the state of Adagrad for .* was made, or loaded, while it was on"):
         optimizer.step()
+
+
+def different_weights(rank: int, ranks: int) -> None:
+    """Blocks came from the weights of different processes, without a word."""
+    weights = {name: tensor + rank for name, tensor in made_plainly().state_dict().items()}
+    model = started(sharded(spread(ranks, "data")), ranks, weights)
+    with pytest.raises(RuntimeFailure, match="processes 0 and 1 made different values"):
+        model.prepare(torch.randint(64, (4, 17)))
+
+
+def weights_of_one_process(folder: Path, rank: int, ranks: int) -> None:
+    """A file that one process cannot read is told to all, which waited for that one until the group's timeout."""
+    if rank == 0:
+        torch.save(made_plainly().state_dict(), folder / "weights.pt")
+    dist.barrier()
+    with pytest.raises(RuntimeFailure, match=r"the start values differs: .*cannot read the weights in .*nowhere"):
+        parplan.compile(on_meta(), weights=folder / ("weights.pt" if rank == 0 else "nowhere"))

@@ -6,7 +6,6 @@ the SHA-256 of all before it. `torch.load` reads it too. docs/checkpoints.md has
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import pickle
@@ -21,17 +20,13 @@ import torch
 import torch.distributed as dist
 
 from parplan.errors import CheckpointError, RankAloneWarning
-from parplan.files import replacing
+from parplan.files import checked_digest, replacing, write_digest
 from parplan.runtime.compat import default_store
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.distributed import explained
 from parplan.runtime.transport.rendezvous import RANK_WAIT, wait_s
 
 __all__ = ["PathLike", "group_of", "load_checkpoint", "save_checkpoint"]
-
-MARK = b"\nparplan checkpoint 1 sha256 "
-TRAILER_BYTES = len(MARK) + 2 * hashlib.sha256().digest_size + 1
-CHUNK_BYTES = 1 << 22
 
 _CALLS = defaultdict[str, "count[int]"](count)
 """Numbers for the calls of this process, by kind and group."""
@@ -181,8 +176,7 @@ def _write(path: PathLike, states: Mapping[str, Any]) -> None:
                     f"{_listed(holding)} cannot be saved: loading {_listed(unsafe)} would run code from the file; save "
                     "tensors, numbers, texts, and lists, tuples and dictionaries of them"
                 )
-            digest = _digest(file, file.seek(0, os.SEEK_END))
-            file.write(MARK + digest.encode() + b"\n")
+            write_digest(file)
     except CheckpointError:
         raise
     except Exception as error:
@@ -193,20 +187,11 @@ def _read(path: PathLike) -> tuple[str, dict[str, Any]]:
     """The file's checksum and what it holds."""
     try:
         with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END) - TRAILER_BYTES
-            file.seek(max(size, 0))
-            trailer = file.read()
-            if not trailer.startswith(MARK):
+            digest = checked_digest(file, path)
+            if digest is None:
                 raise CheckpointError(
                     f"{path} does not end with a checksum: it is truncated, or was not written by save_checkpoint "
                     "(what torch.save wrote, torch.load reads)"
-                )
-            digest = _digest(file, size)
-            written = trailer[len(MARK) : -1].decode("ascii", "replace")
-            if (written, trailer[-1:]) != (digest, b"\n"):
-                raise CheckpointError(
-                    f"{path} is damaged: its SHA-256 is {digest}, and was {written} when it was written; take an older "
-                    "checkpoint"
                 )
             file.seek(0)
             return digest, torch.load(file, map_location="cpu", weights_only=True)
@@ -216,16 +201,6 @@ def _read(path: PathLike) -> tuple[str, dict[str, Any]]:
         raise CheckpointError(f"{path} holds more than data, and nothing of it is loaded: {_reason(error)}") from error
     except Exception as error:  # no such file, or no memory for it: the other ranks wait to hear of it
         raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
-
-
-def _digest(file: BinaryIO, size: int) -> str:
-    """SHA-256 of the first `size` bytes."""
-    digest = hashlib.sha256()
-    file.seek(0)
-    while size and (chunk := file.read(min(size, CHUNK_BYTES))):
-        digest.update(chunk)
-        size -= len(chunk)
-    return digest.hexdigest()
 
 
 def _unsafe(file: str | BinaryIO) -> list[str]:

@@ -15,18 +15,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from math import nan
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
+from zlib import crc32
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from parplan.compat import without_modes
-from parplan.errors import CheckpointError, ModelError, RuntimeFailure
+from parplan.errors import CheckpointError, ModelError, ParplanError, RuntimeFailure
+from parplan.files import checked_digest
 from parplan.layout import shape_of
 from parplan.runtime.compat import become, without_weak_references, writes
 from parplan.runtime.preserve_state import preserved_generators
@@ -45,6 +50,8 @@ NO_VALUES = (
 )
 
 # Whole numbers as long as an element: their sum has no rounding, so that processes can compare it.
+_SAMPLES = 64  # elements of a saved tensor that processes compare
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -69,11 +76,13 @@ class StartValues:
         seed: of the values; the first process's counts.
         initialise: called with a module after its `reset_parameters()`, or in its place where it has none.
         saved: values that come before both.
+        failure: the reason for which this process has none, until all processes meet.
     """
 
     seed: int
     initialise: Initialise | None = None
     saved: _Saved = field(default_factory=_Saved)
+    failure: ParplanError | None = None
 
     @staticmethod
     def of(
@@ -90,8 +99,19 @@ class StartValues:
 
         Raises:
             ModelError: a module cannot give its tensors values, or there is nothing to give values to.
-            CheckpointError: the weights are not those of this model.
+            CheckpointError: the weights are not those of this model. Where several processes run, both are a `failure`.
         """
+        try:
+            return StartValues._of(module, initialise, weights, seed)
+        except ParplanError as error:
+            if not (dist.is_available() and dist.is_initialized()):
+                raise
+            return StartValues(0, failure=error)  # the others would wait for this process
+
+    @staticmethod
+    def _of(
+        module: nn.Module, initialise: Initialise | None, weights: Weights | None, seed: int | None
+    ) -> StartValues | None:
         if not any(tensor.is_meta for _, tensor in _named(module)):
             given = {"initialise": initialise, "weights": weights}
             if named := ", ".join(name for name, value in given.items() if value is not None):
@@ -125,6 +145,8 @@ class StartValues:
         Raises:
             RuntimeFailure: a module does not write a tensor of its own, or processes made different values.
         """
+        if self.failure is not None:
+            raise self.failure
         ((seed,), *_), problem = transport.gather(self.seed), None
         maker = _Maker(self, module, transport.physical(transport.owned[0]), placements)
         try:
@@ -139,27 +161,36 @@ class StartValues:
         told = transport.gather_texts(f"error: {problem}" if problem else str(maker.digest))
         if problem is not None:
             raise problem
+        if failed := next((rank for rank, text in enumerate(told) if text.startswith("error: ")), None):
+            raise RuntimeFailure(f"process {failed} has no values for {type(module).__name__}: {told[failed][7:]}")
         if differs := [rank for rank, text in enumerate(told) if text != told[0]]:
             raise RuntimeFailure(
                 f"processes 0 and {differs[0]} made different values for the meta tensors of {type(module).__name__} "
                 f"({told[0]}; {told[differs[0]]}); let reset_parameters() and initialise draw from torch's, Python's "
-                "or NumPy's global generators, which are seeded alike, and not depend on the process"
+                "or NumPy's global generators, which are seeded alike, and not depend on the process; give all "
+                "processes the same weights"
             )
         if maker.waiting:
             # Not at the top: it imports all of torch's parallel modules.
             from torch.distributed.checkpoint import state_dict_loader
+            from torch.distributed.checkpoint.api import CheckpointException
 
             how: dict[str, Any] = {"process_group": transport.process_group, "no_dist": transport.processes == 1}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # which is meant
-                state_dict_loader.load(maker.waiting, checkpoint_id=self.saved.folder, **how)
+                try:
+                    state_dict_loader.load(maker.waiting, checkpoint_id=self.saved.folder, **how)
+                except CheckpointException as error:  # a BaseException: `except Exception` would miss it
+                    reasons = {rank: one[0] for rank, one in error.failures.items()}
+                    raise CheckpointError(f"cannot read the weights in {self.saved.folder}: {reasons}") from error
+        _watch_optimizers()
 
 
 class _Maker:
     """The values of one module after the other.
 
     Attributes:
-        digest: of all values that were made.
+        digest: of all values that were made, and of some of each tensor that was saved.
         waiting: tensors to be read from a folder, by their names there.
     """
 
@@ -181,6 +212,7 @@ class _Maker:
         made = self._made(path, part, wanted) if wanted else {}
         for name, tensor in own.items():
             values = made[name] if name in made else self._saved.tensors[saved[name]]
+            self.digest += 0 if name in made else _sampled(saved[name], values)
             if values.shape != tensor.shape or (values.is_meta and self._saved.folder is None):
                 raise CheckpointError(
                     f"{saved[name]} has shape {tuple(values.shape)} in the weights, on {values.device}, and "
@@ -254,6 +286,44 @@ class _Maker:
         return made
 
 
+def _sampled(name: str, values: Tensor) -> int:
+    """A digest of a tensor's name, type and shape, and of some elements from its first to its last.
+
+    Not of all: a file is read by each process where it keeps a block of a tensor.
+    """
+    digest = crc32(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+    if values.is_meta or not values.numel():
+        return digest
+    places = torch.linspace(0, values.numel() - 1, _SAMPLES, dtype=torch.float64).long()
+    some = values.detach()[torch.unravel_index(places, values.shape)] if values.dim() else values.detach()
+    bits = torch.view_as_real(some) if some.is_complex() else some
+    return digest + int(bits.contiguous().view(_BITS[bits.element_size()]).sum())
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Refuse steps of optimizers with state on the meta device, of parameters that have values since it was made.
+
+    Some would go on without a word: what an op adds from there to a tensor elsewhere is nothing.
+    """
+    seen = WeakSet[Optimizer]()
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        if optimizer in seen:
+            return
+        for parameter, state in optimizer.state.items():
+            names = [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]
+            if names and not parameter.is_meta:
+                raise RuntimeFailure(
+                    f"the state of {type(optimizer).__name__} for a parameter of shape {tuple(parameter.shape)} "
+                    f"({', '.join(names)}) was made, or loaded, while it was on the meta device, and has no values; do "
+                    "that after prepare(inputs) of the compiled model"
+                )
+        seen.add(optimizer)
+
+    register_optimizer_step_pre_hook(check)
+
+
 @contextmanager
 def with_memory(module: nn.Module, place: torch.device) -> Iterator[None]:
     """While it lasts, tensors without values stand for the module's meta tensors, where its inputs are.
@@ -323,8 +393,8 @@ def _opened(weights: Weights, module: nn.Module) -> _Saved:
     own, folder, prefix, where = dict(_named(module)), None, "", "the weights"
     state: Any = weights
     if not isinstance(weights, Mapping):
-        path, where = Path(weights), os.fspath(weights)
         try:
+            path, where = Path(weights), os.fspath(weights)
             if path.is_dir():
                 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -336,10 +406,16 @@ def _opened(weights: Weights, module: nn.Module) -> _Saved:
                     if name.startswith(prefix) and hasattr(entry, "size")
                 }
             else:
+                with open(path, "rb") as file:
+                    checked_digest(file, path)  # of save_checkpoint's files; others have none
                 state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
                 state = state["model"] if isinstance(state.get("model"), Mapping) else state
+        except CheckpointError:
+            raise
         except Exception as error:
             raise CheckpointError(f"cannot read the weights in {where}: {error}") from error
+    if wrong := next((name for name, value in state.items() if not isinstance(value, Tensor) and name in own), None):
+        raise CheckpointError(f"{wrong} is {type(state[wrong]).__name__} in {where}; give tensors")
     saved = _Saved(state, folder, prefix)
     given, kept = saved.names(module), module.state_dict(keep_vars=True)
     missing = [name for name, tensor in own.items() if tensor.is_meta and name in kept and id(tensor) not in given]

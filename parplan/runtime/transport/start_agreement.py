@@ -36,7 +36,8 @@ def check_same_start(module: nn.Module, transport: Transport, given: Mapping[str
     """Refuse processes that compile different models, with different options, or by different versions.
 
     Args:
-        given: options and other facts that decide which values processes exchange, by name.
+        given: options and other facts that decide which values processes exchange, by name; an error that is one is
+            raised, if all have it.
 
     Raises:
         RuntimeFailure: on every rank, naming the first fact that differs, its values and their ranks.
@@ -53,6 +54,9 @@ def check_same_start(module: nn.Module, transport: Transport, given: Mapping[str
     ]
     names = dict.fromkeys(name for one in told for name in one)
     differing = next((name for name in names if len({one.get(name) for one in told}) > 1), None)
+    failures = (value for value in given.values() if isinstance(value, Exception))
+    if differing is None and (failure := next(failures, None)) is not None:
+        raise failure
     if differing is None:
         return
     if any(differing not in one for one in told):

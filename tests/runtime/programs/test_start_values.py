@@ -19,6 +19,7 @@ from tests.runtime.helpers import planner, spread
 from tests.runtime.meta_cases import (
     agree,
     different_values,
+    different_weights,
     early_state,
     made_plainly,
     on_meta,
@@ -27,6 +28,7 @@ from tests.runtime.meta_cases import (
     saved_by_block,
     started,
     train,
+    weights_of_one_process,
 )
 from tests.runtime.ranks import Case, run_case
 
@@ -103,9 +105,56 @@ def test_saved_by_block_and_resumed_by_more_processes(tmp_path: Path) -> None:
     run_case(partial(resumed_by_block, tmp_path), 4)
 
 
-@pytest.mark.parametrize("case", [different_values, pytest.param(early_state, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "case",
+    [different_weights, *(pytest.param(case, marks=pytest.mark.full) for case in (different_values, early_state))],
+)
 def test_refused_on_ranks(case: Case) -> None:
     run_case(case, 2)
+
+
+def test_weights_that_one_process_cannot_read(tmp_path: Path) -> None:
+    run_case(partial(weights_of_one_process, tmp_path), 2)
+
+
+def test_state_that_is_loaded_before_there_are_values_is_refused() -> None:
+    """Momentum on the meta device moved nothing, and nothing was said."""
+    plain, x = nn.Linear(4, 4), torch.randn(6, 4)
+    trained = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    plain(x).sum().backward()
+    trained.step()
+    with torch.device("meta"):
+        net = nn.Linear(4, 4)
+    model = parplan.compile(net, weights=plain.state_dict(), devices=["cpu"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.load_state_dict(trained.state_dict())
+    model(x).sum().backward()
+    with pytest.raises(
+        RuntimeFailure, match=r"\(momentum_buffer\) was made, or loaded, while it was on the meta device"
+    ):
+        optimizer.step()
+
+
+def test_a_damaged_checkpoint_gives_no_values(tmp_path: Path) -> None:
+    path, plain = tmp_path / "model.pt", nn.Linear(4, 4)
+    parplan.save_checkpoint(path, model=plain)
+    data = bytearray(path.read_bytes())
+    data[data.index(plain.weight.detach().numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    with torch.device("meta"):
+        net = nn.Linear(4, 4)
+    with pytest.raises(CheckpointError, match="is damaged: its SHA-256 is"):
+        parplan.compile(net, weights=path)
+
+
+@pytest.mark.parametrize("given", [["weights.pt"], {"weight": None, "bias": torch.zeros(4)}], ids=["a list", "None"])
+def test_weights_of_a_wrong_type_are_refused(given: Any) -> None:
+    with torch.device("meta"):
+        net = nn.Linear(4, 4)
+    with pytest.raises(
+        CheckpointError, match=r"cannot read the weights|weight is NoneType in the weights; give tensors"
+    ):
+        parplan.compile(net, weights=given)
 
 
 # ---- what gives values -----------------------------------------------------------------------------------------------
