@@ -253,11 +253,10 @@ def compile(  # the name users know from torch.compile
         report = compiled.report = Analysis.of(replace(pricing(), progress=progress).decided(graph))
         return report.plan
 
-    start = StartValues.of(model, initialise, weights)
     compiled = Compiled(
         model, planner, devices=devices, output_device=output_device, dim=dim, batch_norm=batch_norm, scalars=scalars,
-        inputs=inputs, same_draws=same_draws, threads=threads, check=check, backend=backend,
-        start=start, alike={**options.by_hand, "start values": start and start.failure},
+        inputs=inputs, same_draws=same_draws, start=(start := StartValues.of(model, initialise, weights)),
+        threads=threads, check=check, backend=backend, alike={**options.by_hand, "start": start and start.failure},
     )  # fmt: skip
     compiled.predict_times = lambda graph, plan: pricing().predicted(graph, plan).expected
     compiled.while_planning(progress)

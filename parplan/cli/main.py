@@ -152,7 +152,7 @@ def _check_outputs(options: argparse.Namespace, *outputs: tuple[str, str | None]
     Args:
         outputs: options and the files that they name; `--json -` is standard output.
     """
-    names = ("target", "pins", "cluster", "profile_graph", "layer_params")
+    names = ("target", "pins_file", "cluster", "profile_graph", "layer_params")
     given = {name: getattr(options, name, None) for name in names}
     inputs = [(name, path) for name, path in given.items() if path and os.path.isfile(path)]
     named: dict[str, tuple[str, str]] = {}
@@ -169,7 +169,7 @@ def _check_outputs(options: argparse.Namespace, *outputs: tuple[str, str | None]
             check_writable(path, option)
         for name, read in inputs:
             if os.path.realpath(read) == place:
-                what = read if name == "target" else f"--{name.replace('_', '-')} {read}"
+                what = read if name == "target" else f"--{name.removesuffix('_file').replace('_', '-')} {read}"
                 raise ParplanError(f"{option} {path} would overwrite what is read, {what}; name another file")
 
 

@@ -209,6 +209,7 @@ def test_a_failure_leaves_files_as_they_were(
     [
         ("analyze net.py --out net.py", "--out net.py would overwrite what is read, net.py"),
         ("analyze net.py --json ./net.py", "--json ./net.py would overwrite what is read, net.py"),
+        ("analyze net.py --pins pins.toml --json pins.toml", "would overwrite what is read, --pins pins.toml"),
         ("analyze net.py --cluster c.toml --json c.toml", "would overwrite what is read, --cluster c.toml"),
         ("analyze net.py --out one --json ./one", "--out and --json both name ./one"),
         ("analyze net.py --out -", "only --json writes to standard output"),
@@ -220,6 +221,7 @@ def test_what_is_read_is_not_overwritten(
     model: str, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str, words: str
 ) -> None:
     (tmp_path / "c.toml").write_text("")
+    (tmp_path / "pins.toml").write_text("[pins]\n")
     assert main(asked.split()) == 2
     assert words in capsys.readouterr().err
     assert (tmp_path / "net.py").read_text() == MODEL

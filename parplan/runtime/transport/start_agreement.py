@@ -29,6 +29,7 @@ _REMEDIES = {
     "version of torch": "install the same on every host",
     "model": "build the same one on every rank",
     "plan": "load the same file on every rank",
+    "start": "give the same weights on every rank",
 }
 
 
