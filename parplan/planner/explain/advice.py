@@ -46,7 +46,7 @@ def advised(plan: Plan, step_s: float, baselines: Sequence[Baseline], chosen: bo
 
     Args:
         chosen: the plan is the one that the tolerance prefers, so that a faster one is no advice.
-        fits: the plan has room; else the fastest by hand that has is advised.
+        fits: whether the plan has room; else the fastest plan by hand that has is advised.
     """
     legal = {one.name: one.whole_s for one in baselines if one.fits and one.whole_s is not None}
     same = same_plan(plan, baselines)
@@ -72,7 +72,7 @@ def advice(
     Args:
         simpler: the fastest plan, where `plan` is a simpler one.
         hint: a sentence that follows wherever more than one device is advised.
-        fits: the plan, which was decided by hand else, has room.
+        fits: whether the plan has room, as all have that were not decided by hand.
     """
     if not fits:
         instead = advised(plan, step_s, baselines, fits=False)

@@ -225,7 +225,7 @@ class _Load:
             roomy = rounds * (resident + number * saved) + extra <= limit
             worst_s = np.where(roomy, np.maximum(longest_s[:, None], seconds), inf)
             all_s = sent_s[:, None] + np.where(np.isfinite(worst_s), self.crossing_s[places][:, None], inf)
-            chosen = np.argmin((micro_batches * rounds - 1) * worst_s + all_s, axis=0)
+            chosen = np.argmin(micro_batches * rounds * worst_s + all_s, axis=0)
             every = np.arange(len(places))
             longest_s, sent_s = worst_s[chosen, every], all_s[chosen, every]
             choices.append(chosen)

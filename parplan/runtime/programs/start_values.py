@@ -49,9 +49,10 @@ NO_VALUES = (
     "it with example inputs; saved values are given as compile(weights=)"
 )
 
-# Whole numbers as long as an element: their sum has no rounding, so that processes can compare it.
+_FAILED = "error: "  # begins what a process says in place of its values' digest
 _SAMPLES = 64  # elements of a saved tensor that processes compare
 
+# Whole numbers as long as an element: their sum has no rounding, so that processes can compare it.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -158,11 +159,12 @@ class StartValues:
                     maker.give(path, part)
         except Exception as error:
             problem = error
-        told = transport.gather_texts(f"error: {problem}" if problem else str(maker.digest))
+        told = transport.gather_texts(f"{_FAILED}{problem}" if problem else str(maker.digest))
         if problem is not None:
             raise problem
-        if failed := next((rank for rank, text in enumerate(told) if text.startswith("error: ")), None):
-            raise RuntimeFailure(f"process {failed} has no values for {type(module).__name__}: {told[failed][7:]}")
+        if failed := [rank for rank, text in enumerate(told) if text.startswith(_FAILED)]:
+            reason = told[failed[0]].removeprefix(_FAILED)
+            raise RuntimeFailure(f"process {failed[0]} has no values for {type(module).__name__}: {reason}")
         if differs := [rank for rank, text in enumerate(told) if text != told[0]]:
             raise RuntimeFailure(
                 f"processes 0 and {differs[0]} made different values for the meta tensors of {type(module).__name__} "
@@ -319,7 +321,8 @@ def _watch_optimizers() -> None:
                     f"({', '.join(names)}) was made, or loaded, while it was on the meta device, and has no values; do "
                     "that after prepare(inputs) of the compiled model"
                 )
-        seen.add(optimizer)
+        if not any(parameter.is_meta for parameter in optimizer.state):
+            seen.add(optimizer)
 
     register_optimizer_step_pre_hook(check)
 
