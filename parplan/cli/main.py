@@ -26,8 +26,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from parplan.cli.options import ProfileOptions, RunOptions, TargetOptions, completion, parse
+from parplan.cli.outputs import check_outputs
 from parplan.errors import ParplanError
-from parplan.files import check_writable, write_files
+from parplan.files import write_files
 from parplan.pins import Pin, parse_pin, pins_from_toml, read_pins
 from parplan.plan import Plan
 from parplan.planner.option_fields import chosen
@@ -146,33 +147,6 @@ def _drop_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _check_outputs(options: argparse.Namespace, *outputs: tuple[str, str | None]) -> None:
-    """Refuse outputs that overwrite each other or an input, or cannot be written, before the work that would be lost.
-
-    Args:
-        outputs: options and the files that they name; `--json -` is standard output.
-    """
-    names = ("target", "pins_file", "cluster", "profile_graph", "layer_params")
-    given = {name: getattr(options, name, None) for name in names}
-    inputs = [(name, path) for name, path in given.items() if path and os.path.isfile(path)]
-    named: dict[str, tuple[str, str]] = {}
-    for option, path in outputs:
-        if path is not None:
-            place = path if path == "-" else os.path.realpath(path)
-            if place in named:
-                raise ParplanError(f"{named[place][0]} and {option} both name {path}; give each a file of its own")
-            named[place] = option, path
-    for place, (option, path) in named.items():
-        if path == "-" and option != "--json":
-            raise ParplanError(f"{option} -: only --json writes to standard output; name a file")
-        if path != "-":
-            check_writable(path, option)
-        for name, read in inputs:
-            if os.path.realpath(read) == place:
-                what = read if name == "target" else f"--{name.removesuffix('_file').replace('_', '-')} {read}"
-                raise ParplanError(f"{option} {path} would overwrite what is read, {what}; name another file")
-
-
 def _analyze(options: argparse.Namespace) -> int:
     from parplan.cli.pictures import picture_paths, picture_texts
     from parplan.planner.decision import Seconds
@@ -185,7 +159,7 @@ def _analyze(options: argparse.Namespace) -> int:
         kept = load_plan_or_report(options.check)
         if kept.report is None:
             raise ParplanError(f"--check {options.check} is a plan; name a report that --json wrote, which has a step")
-    _check_outputs(options, ("--out", options.out), ("--json", options.json), *picture_paths(options))
+    check_outputs(options, ("--out", options.out), ("--json", options.json), *picture_paths(options))
     plan = _plan(options.plan)
     decision = _decide(options, plan, _pins(options, plan))
     seconds, total_s = decision.seconds, time.perf_counter() - began
@@ -335,7 +309,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from parplan.report.progress import Progress
 
-    _check_outputs(options, ("--out", options.out))
+    check_outputs(options, ("--out", options.out))
     plan = Plan.load(options.plan)
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         progress.phase("load")
@@ -371,7 +345,7 @@ def _profile(options: argparse.Namespace) -> int:
 def _presets(options: argparse.Namespace) -> int:
     from parplan.report.presets import presets_json, render_presets
 
-    _check_outputs(options, ("--json", options.json))
+    check_outputs(options, ("--json", options.json))
     if options.json in (None, "-"):
         _write(presets_json() if options.json else _printed(render_presets))
     else:
@@ -390,7 +364,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _run_report(options: argparse.Namespace) -> int:
     from parplan.report.progress import Progress
 
-    _check_outputs(options, ("--json", options.json), ("--html", options.html), ("--trace", options.trace))
+    check_outputs(options, ("--json", options.json), ("--html", options.html), ("--trace", options.trace))
     # torch's profiler, which finds the peak memory, announces itself on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     plan = _plan(options.plan)

@@ -21,6 +21,7 @@ from parplan.errors import CaptureError, ClusterError, InfeasiblePlan, RuleError
 from parplan.plan import Plan
 from parplan.planner.decision import Seconds
 from parplan.report.analysis import Analysis
+from parplan.report.as_json import to_json
 from parplan.verification import VerificationRow
 from tests.report.decisions import alexnet
 
@@ -211,6 +212,12 @@ def test_a_failure_leaves_files_as_they_were(
         ("analyze net.py --json ./net.py", "--json ./net.py would overwrite what is read, net.py"),
         ("analyze net.py --pins pins.toml --json pins.toml", "would overwrite what is read, --pins pins.toml"),
         ("analyze net.py --cluster c.toml --json c.toml", "would overwrite what is read, --cluster c.toml"),
+        ("analyze net.py:model --out net.py", "--out net.py would overwrite what is read, net.py:model"),
+        ("analyze net:model --html net.py", "--html net.py would overwrite what is read, net:model"),
+        ("analyze net.py --check r.json --json ./r.json", "would overwrite what is read, --check r.json"),
+        ("analyze net.py --plan p.json --json p.json", "would overwrite what is read, --plan p.json"),
+        ("export net.py --plan p.json --out p.json", "would overwrite what is read, --plan p.json"),
+        ("run-report net.py --plan p.json --trace p.json", "would overwrite what is read, --plan p.json"),
         ("analyze net.py --out one --json ./one", "--out and --json both name ./one"),
         ("analyze net.py --out -", "only --json writes to standard output"),
         ("verify net.py --seed 99999999999999999999999", "is not from 0 to 2**64 - 1"),
@@ -222,10 +229,19 @@ def test_what_is_read_is_not_overwritten(
 ) -> None:
     (tmp_path / "c.toml").write_text("")
     (tmp_path / "pins.toml").write_text("[pins]\n")
+    (tmp_path / "p.json").write_text(alexnet().plan.to_json())
+    (tmp_path / "r.json").write_text(to_json(alexnet()))
+    before = {path: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
     assert main(asked.split()) == 2
     assert words in capsys.readouterr().err
-    assert (tmp_path / "net.py").read_text() == MODEL
+    assert {path: path.read_text() for path in before} == before
     assert not (tmp_path / "one").exists()
+
+
+def test_a_plan_that_is_priced_again_may_keep_its_file(model: str, calls: Calls, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(replace(alexnet().plan, note="old").to_json())
+    assert main(["analyze", model, "--plan", "p.json", "--out", "p.json"]) == 0
+    assert Plan.load("p.json") == alexnet().plan
 
 
 def test_a_terminal_without_a_size_has_a_usual_one(
