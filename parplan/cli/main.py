@@ -106,14 +106,19 @@ def _run(argv: Sequence[str]) -> int:
         return _COMMANDS[options.command](options)
 
 
-def _write(text: str) -> None:
+def _write(text: str, in_files: bool = False) -> None:
     """Text on standard output, now, so that what goes wrong shows here.
+
+    Args:
+        in_files: what was asked for is in files, so that a closed standard output is no loss.
 
     Raises:
         ParplanError: it is closed, or the disk it leads to is full.
         BrokenPipeError: nobody reads it.
     """
     if sys.stdout is None:
+        if in_files:
+            return
         raise ParplanError("standard output is closed: the report has no place to go; open it, or name a --json FILE")
     with _stdout_trouble():
         sys.stdout.write(text)
@@ -173,7 +178,8 @@ def _analyze(options: argparse.Namespace) -> int:
         texts[options.json] = to_json(decision)
     json_alone = texts.pop("-", "") if options.json == "-" else ""
     pictures, said = picture_texts(options, decision)
-    write_files({**texts, **pictures})
+    texts.update(pictures)
+    write_files(texts)
 
     def report(console: Console) -> None:
         from parplan.report.pictures.text import visible
@@ -190,7 +196,7 @@ def _analyze(options: argparse.Namespace) -> int:
             console.print(visible(line, LONGEST_LINE), markup=False, highlight=False, soft_wrap=True)
 
     if kept is None:
-        _write(json_alone or _printed(report))
+        _write(json_alone or _printed(report), in_files=bool(texts) and not json_alone)
         return DONE
     from parplan.cli.reports import check
 
@@ -199,7 +205,7 @@ def _analyze(options: argparse.Namespace) -> int:
         _write(json_alone)
         print(_printed(write), end="", file=sys.stderr)
     else:
-        _write(_printed(write))
+        _write(_printed(write), in_files=bool(texts))
     return DONE if good else DIFFERS
 
 
@@ -331,7 +337,8 @@ def _export(options: argparse.Namespace) -> int:
         return DONE
     write_files({options.out: program.text()})
     left = "; ".join(program.otherwise)
-    _write(f"Program written to {options.out}.{f' Otherwise than in the plan: {left}.' if left else ''}\n")
+    said = f"Program written to {options.out}.{f' Otherwise than in the plan: {left}.' if left else ''}\n"
+    _write(said, in_files=True)
     return DONE
 
 
@@ -395,7 +402,8 @@ def _run_report(options: argparse.Namespace) -> int:
         _write(json_alone)
         return DONE
     layers = found.predicted.layers
-    _write(_printed(lambda console: render_comparison(measured.lines, layers, *said, console, options.full)))
+    table = _printed(lambda console: render_comparison(measured.lines, layers, *said, console, options.full))
+    _write(table, in_files=bool(texts))
     return DONE
 
 

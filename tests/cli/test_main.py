@@ -466,6 +466,17 @@ def test_answers_without_loading_anything_heavy(words: list[str]) -> None:
     assert done.stdout.splitlines()[-1].split() == ["loaded"]
 
 
+def test_an_interrupt_of_the_first_imports_is_no_traceback() -> None:
+    code = (
+        "import signal, sys\nfrom parplan.__main__ import main\n"
+        "class Interrupting:\n    def find_spec(self, name, *_):\n"
+        "        name == 'parplan.cli.options' and signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\nsys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "parplan: interrupted\n")
+
+
 @pytest.mark.full
 def test_a_refusal_as_a_process(tmp_path: Path) -> None:
     done = run("analyze", "model.py", cwd=tmp_path)
@@ -514,6 +525,15 @@ def test_a_closed_standard_output_is_refused_and_no_bug() -> None:
     done = subprocess.run(["sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("parplan: error: standard output is closed")
+
+
+@pytest.mark.parametrize("words", [["--json", "report.json"], ["--out", "plan.json"], ["--html", "page.html"]])
+def test_a_report_that_a_file_keeps_needs_no_standard_output(
+    model: str, calls: Calls, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["analyze", model, *words]) == 0
+    assert Path(words[1]).stat().st_size
 
 
 # ---- presets --------------------------------------------------------------------------------------------------------
