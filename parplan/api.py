@@ -241,15 +241,15 @@ def compile(  # the name users know from torch.compile
     from parplan.runtime.programs.start_values import StartValues
 
     options = PlanOptions.of(locals())
-    model, kwargs = _with_loss(model, kwargs, loss, targets)
+    model, kwargs, given = *_with_loss(model, kwargs, loss, targets), options.given
     request, progress = replace(options, plan=None).request(price_pins=False), Progress(after_s=SILENT_S)
 
     def pricing() -> Pricing:
         return Pricing.for_devices(compiled.device_count, compiled.device, request, compiled.home)
 
     def planner(graph: LayerGraph) -> Plan:
-        if options.plan is not None:
-            return _checked(options.plan, graph, compiled.device_count, warn=True)
+        if given is not None:
+            return _checked(given, graph, compiled.device_count, warn=True)
         report = compiled.report = Analysis.of(replace(pricing(), progress=progress).decided(graph))
         return report.plan
 

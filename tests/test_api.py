@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import parplan
 from parplan.errors import CaptureError, ClusterError, ParplanError, PlanError, RuleError, SelfCheckError
+from parplan.plan import Plan, Strategy
 from parplan.report.as_json import to_dict
 from tests.planner.graphs import Loss
 from tests.plans import PLANS, plan_by
@@ -94,6 +95,19 @@ def test_a_plan_for_other_devices_is_refused(tmp_path: Path) -> None:
     decision = parplan.analyze(perceptron(), inputs(), gpus=4)
     with pytest.raises(PlanError, match="the plan is for 4 devices, here are 2"):
         parplan.compile(perceptron(), inputs(), devices=["cpu"] * 2, plan=decision.plan)
+
+
+def test_a_given_plan_is_held_to_what_is_asked_beside_it() -> None:
+    from parplan.graph.capture.capture import capture
+
+    plain, x = perceptron(), inputs(9)
+    graph = capture(plain, (x,))
+    layers = {name: Strategy(2, 1, None, (0, 1)) for name in graph.layers}
+    plan = Plan(graph.model, graph.fingerprint, 9, 2, layers)
+    with pytest.raises(RuleError, match="R1"):
+        parplan.compile(plain, x, devices=["cpu"] * 2, plan=plan, rules="strict")
+    with pytest.raises(PlanError, match="micro-batches is 1, and 3 were asked for"):
+        parplan.compile(plain, x, devices=["cpu"] * 2, plan=plan, micro_batches=3)
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ from parplan.fields import counted
 from parplan.graph.export.garbage import seldom_collected
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.pipeline.stages import stage_numbers
-from parplan.plan import RULES, SCHEDULES, Plan
+from parplan.plan import SCHEDULES, Plan
 from parplan.planner.decision import MESHES, Baseline, Decision, Prediction, PricedGraph, Seconds, Simpler
 from parplan.planner.explain.advice import ONE, advice, advised, better_batch
 from parplan.planner.explain.branch_report import concurrent_branches, with_concurrency
@@ -178,8 +178,8 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
     Raises:
         InfeasiblePlan, PinError, PlanError: as for `decide`.
     """
-    if request.plan is not None:
-        return predict(graph, request.priced_on(cluster, request.plan), costs, request.plan)
+    if (given := request.given) is not None:
+        return predict(graph, request.priced_on(cluster, given), costs, given)
     case = _case(graph, cluster, costs, request)
     result = searched(case, partial(_questions, request, cluster))
     return _priced(result.case, result.found.plan)
@@ -265,20 +265,14 @@ def _case(
     progress: Listener | None = None,
 ) -> Case:
     """The planning context, with a given plan checked, and a note on where inputs arrive."""
-    if request.plan is not None:
+    if (given := request.given) is not None:
         if request.pins:
             raise PinError(
                 "a plan decides every layer, so there is nothing left to pin; leave out the plan or the pins"
             )
-        if request.micro_batches not in (None, request.plan.micro_batches):
-            raise PlanError(
-                f"the plan's number of micro-batches is {request.plan.micro_batches}, and {request.micro_batches} were "
-                "asked for; leave out --micro-batches (micro_batches=), or the plan"
-            )
-        strict = request.rules == RULES[-1]
-        plan = _reviewed(replace(request.plan, rules=RULES[-1]) if strict else request.plan, graph, cluster, costs)
+        plan = _reviewed(given, graph, cluster, costs)
         whole = replace(graph, batch=graph.batch and plan.batch)
-        request = replace(request, plan=plan, notes=(*request.notes, *mismatches(request.plan, whole)))
+        request = replace(request, plan=plan, notes=(*request.notes, *mismatches(given, whole)))
     if cluster.home is not None:
         note = (
             f"Inputs arrive on device {cluster.home} and results go back there: one process runs all devices. Under "

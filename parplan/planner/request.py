@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from parplan.cluster import Cluster
 from parplan.cost_models.optimizers import OPTIMIZER_MEMORY
+from parplan.errors import PlanError
 from parplan.pins import Pin, read_pins
 from parplan.plan import SCHEDULES, Plan
 from parplan.planner.option_fields import gpu_count, memory_bytes, option, positive, share, whole_number
@@ -110,6 +111,21 @@ class PlanOptions:
         named["plan"] = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         named["pins"] = read_pins(named.get("pins"), with_plan=plan is not None)
         return PlanOptions(**named)
+
+    @property
+    def given(self) -> Plan | None:
+        """The plan that is given, under the rules that are asked for.
+
+        Raises:
+            PlanError: another number of micro-batches is asked for than it has.
+        """
+        plan = self.plan
+        if plan is not None and self.micro_batches not in (None, plan.micro_batches):
+            raise PlanError(
+                f"the plan's number of micro-batches is {plan.micro_batches}, and {self.micro_batches} were asked for; "
+                "leave out --micro-batches (micro_batches=), or the plan"
+            )
+        return plan if plan is None or self.rules != "strict" else replace(plan, rules=self.rules)
 
     @property
     def by_hand(self) -> Mapping[str, object]:

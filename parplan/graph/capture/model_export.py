@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any
@@ -271,7 +272,7 @@ def _export(call: ExportRequest, given: Any, equal: EqualBlocks | None) -> Expor
         in_tracing = (
             type(error).__module__.startswith("torch") or "export" in str(error) or "fake" in str(error).lower()
         )
-        hint = _UNTRACEABLE if in_tracing else _UNFIT + (_DICT if any(isinstance(a, dict) for a in args) else "")
+        hint = _UNTRACEABLE if in_tracing else _unfit(model, args, kwargs)
         if kind is not None:
             hint = _UNREGISTERED.format(kind=kind[1] or kind[2])
         raise CaptureError(text + (f"  at {line}\n" if line else "") + hint) from error
@@ -309,6 +310,15 @@ _PARTS = (_ATEN.slice.Tensor, _ATEN.alias.default)
 _OF_SIZES = frozenset(
     (_ATEN.sym_size, _ATEN.sym_numel, _ATEN.sym_stride, _ATEN._assert_scalar, torch.ops.parplan.equal_block)
 )
+
+
+def _unfit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The hint of a forward that fails on its example inputs, with the names among them that it does not have."""
+    known = inspect.signature(model.forward).parameters
+    unknown = [name for name in kwargs if name not in known]
+    if unknown and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return f"{_UNFIT}; it has no argument {', '.join(unknown)}, its arguments are {', '.join(known) or 'none'}"
+    return _UNFIT + (_DICT if any(isinstance(a, dict) for a in args) else "")
 
 
 def _branch(error: Exception, module: nn.Module, line: str) -> str:

@@ -183,8 +183,11 @@ class StartValues:
                 try:
                     state_dict_loader.load(maker.waiting, checkpoint_id=self.saved.folder, **how)
                 except CheckpointException as error:  # a BaseException: `except Exception` would miss it
-                    reasons = {rank: one[0] for rank, one in error.failures.items()}
-                    raise CheckpointError(f"cannot read the weights in {self.saved.folder}: {reasons}") from error
+                    rank, (reason, _) = next(iter(error.failures.items()))
+                    raise CheckpointError(
+                        f"cannot read the weights in {self.saved.folder}: rank {rank}: {type(reason).__name__}: "
+                        f"{reason}; the folder is damaged or incomplete: give another one, or copy it again"
+                    ) from error
         _watch_optimizers()
 
 

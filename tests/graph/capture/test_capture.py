@@ -346,6 +346,11 @@ def test_keyword_arguments_given_as_one_dict_are_told_apart() -> None:
         capture(WrongShape(), ({"x": torch.zeros(4, 3)},))
 
 
+def test_keyword_arguments_that_the_forward_does_not_have_are_named() -> None:
+    with pytest.raises(CaptureError, match=r"it has no argument zz, its arguments are input1, input2$"):
+        capture(nn.Bilinear(4, 4, 2), (torch.zeros(4, 4),), {"zz": torch.zeros(4, 4)})
+
+
 class SumsOverProcesses(nn.Module):
     """A sum over the batch that the forward adds up over processes itself, as codebooks' averages do."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
 
 import parplan
 from parplan.errors import CheckpointError, ModelError, RuntimeFailure
@@ -145,6 +147,19 @@ def test_a_damaged_checkpoint_gives_no_values(tmp_path: Path) -> None:
         net = nn.Linear(4, 4)
     with pytest.raises(CheckpointError, match="is damaged: its SHA-256 is"):
         parplan.compile(net, weights=path)
+
+
+def test_a_damaged_folder_gives_no_values(tmp_path: Path) -> None:
+    """torch's error is no Exception, so that handlers of users did not see it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        state_dict_saver.save(nn.Linear(4, 4).state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    for part in tmp_path.glob("*.distcp"):
+        part.write_bytes(part.read_bytes()[:20])
+    with torch.device("meta"):
+        model = parplan.compile(nn.Linear(4, 4), weights=tmp_path, devices=["cpu"])
+    with pytest.raises(CheckpointError, match=r"rank 0: .*; the folder is damaged or incomplete"):
+        model.prepare(torch.randn(6, 4))
 
 
 @pytest.mark.parametrize("given", [["weights.pt"], {"weight": None, "bias": torch.zeros(4)}], ids=["a list", "None"])
