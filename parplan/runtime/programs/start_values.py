@@ -183,10 +183,10 @@ class StartValues:
                 try:
                     state_dict_loader.load(maker.waiting, checkpoint_id=self.saved.folder, **how)
                 except CheckpointException as error:  # a BaseException: `except Exception` would miss it
-                    rank, (reason, _) = next(iter(error.failures.items()))
+                    rank, (cause, _) = next(iter(error.failures.items()))
                     raise CheckpointError(
-                        f"cannot read the weights in {self.saved.folder}: rank {rank}: {type(reason).__name__}: "
-                        f"{reason}; the folder is damaged or incomplete: give another one, or copy it again"
+                        f"cannot read the weights in {self.saved.folder}: rank {rank}: {type(cause).__name__}: "
+                        f"{cause}; the folder is damaged or incomplete: give another one, or copy it again"
                     ) from error
         _watch_optimizers()
 
