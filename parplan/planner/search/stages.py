@@ -1,9 +1,9 @@
 """Plans in pipeline stages: one stage's strategies solved on its devices, layers cut into stages, the step simulated.
 
 All groups of devices are alike, so the strategies of all layers are solved once, on the first group, with the memory of
-all groups together. Layers in forward order are then cut where the longest stage is shortest, every stage within its
-memory, and the step is simulated. Which strategies and which cut are a choice by parts: what is said of the step is
-simulated, and what is proven is the least work of all plans.
+all groups together. Layers in forward order are then cut where the longest stage and what is sent between stages take
+least, every stage within its memory, and the step is simulated. Which strategies and which cut are a choice by parts:
+what is said of the step is simulated, and what is proven is the least work of all plans.
 """
 
 from __future__ import annotations
