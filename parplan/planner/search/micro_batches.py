@@ -6,8 +6,9 @@ and then in micro-batches. More micro-batches hold fewer activations at a time a
 smaller batch. So numbers that divide the batch are tried upwards, doubled, then those between, and no further than
 memory makes a difference: until the best plan would be no faster with all the memory it wants.
 
-Sharded state may be a little faster also where memory asks for nothing: the second half of a sum, the gathers, goes on
-beside the next forward. That is not searched for; a pin (state:sharded) tries it, and proofs say whether they cover it.
+Sharded state may be faster also where memory asks for nothing: every device updates its slice alone, and the second
+half of a sum, the gathers, goes on beside the next forward. It is searched where the best plan itself would gain by it;
+proofs say whether they cover it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from parplan.cost_models.memory.layer_memory import training_state_bytes
 from parplan.errors import CaptureError, InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import fold, units
+from parplan.lowering.holdings import slices
 from parplan.lowering.micro_batches import equal_size
 from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SAVED, SCHEDULES, STATES
@@ -158,6 +160,8 @@ def searched(
         counts.attempt(count, counts.ways)
     for count in counts.postponed():
         counts.attempt(count, counts.ways, later=False)
+    if counts.slices_pay:
+        counts.attempt(counts.count, _Ways(STATES[:2]))
     # Equal blocks apart only where they fit alike in no number of micro-batches: that takes ten times as long.
     for count in counts.doubled if counts.best is None else ():
         if counts.attempt(count, counts.ways, alike=False):
@@ -296,6 +300,17 @@ class _Counts:
     def idle(self) -> bool:
         """Whether devices wait for others, or for the links, longer than stages mostly would that there may be."""
         return not why_not(self._case) and self.best is not None and self.best.fastest_s > IDLE * self._least_s
+
+    @property
+    def slices_pay(self) -> bool:
+        """Whether the best plan would gain, with sharded state that memory did not ask for, what makes a search worth it:
+        half of what a simpler plan may cost, as other plans gain more by it."""
+        if self.best is None or self.staged or len(self.ways.states) == 1 or any(key[1] for key in self._tried):
+            return False
+        case, plan = self.best.case, self.best.found.plan
+        sharded = {name: replace(own, state=STATES[1]) for name, own in plan.layers.items()}
+        sharded = {name: own for name, own in sharded.items() if slices(case.graph, case.graph.layers[name], own)}
+        return (1 + case.request.tolerance / 2) * case.step_s(plan.with_layers(sharded)) < self.best.fastest_s
 
     @property
     def staged(self) -> bool:
