@@ -1,21 +1,36 @@
-"""Plans that fit with their transfers, whose memory no formulation knows: the search is repeated with less memory."""
+"""Plans that fit with their transfers, whose memory no formulation knows: the search is repeated with less memory.
+
+Beside it, what more memory would gain, and the plan with the state of its layers in slices.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
-from parplan.plan import Strategy
+from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.holdings import slices
+from parplan.plan import STATES, Plan, Strategy
 from parplan.planner.search.context import Case, far_s
 from parplan.planner.search_space.formulation import Formulation, formulate
+from parplan.planner.search_space.pin_constraints import Pinned
+from parplan.planner.search_space.pin_search import masked
 from parplan.planner.solver.problem import Problem, Solution, Status, Usage, evaluate
+from parplan.planner.solver.solve import solve
 
-__all__ = ["ABOUT", "Lacking", "fitting", "in_replicas", "lacking"]
+__all__ = ["ABOUT", "Lacking", "fitting", "held_up", "in_replicas", "in_slices", "lacking"]
 
 ABOUT = 0.01
 """Plans in replicas are sought until none is faster by this part: closer takes ten times as long."""
+
+LEAST_GAIN = 1e-3
+"""Part of a step that all the memory there could be has to gain, for more micro-batches to be tried."""
+
+UNBOUND = 0.2
+"""Part of the time left for finding out what more memory would gain: it is refuted in most cases."""
 
 ATTEMPTS = 4
 """How often a plan that does not fit with its transfers makes the solver search again, with so much less memory."""
@@ -125,3 +140,21 @@ def lacking(case: Case, formulation: Formulation, choice: Sequence[int]) -> list
     kinds = [devices[lane] for lane in formulation.shape.lanes]
     most = (max(p for p, own in zip(peaks, devices, strict=True) if own == kind) for kind in kinds)
     return [max(0.0, peak - kind.memory_bytes) for peak, kind in zip(most, kinds, strict=True)]
+
+
+def held_up(case: Case, formulation: Formulation, pinned: Pinned, step_s: float) -> bool:
+    """Whether a plan of a formulation would take less than `step_s` if devices had all the memory it wants."""
+    options = enumerate(formulation.options)
+    wanted = sum(formulation.times(index) * max(one.memory.most_bytes for one in own) for index, own in options)
+    if wanted <= min(case.cluster.memory_bytes):
+        return False
+    problem = masked(formulation, pinned)
+    free = replace(problem, limits=(inf,) * len(problem.limits))
+    found = solve(free, case.deadline.part_s(UNBOUND), cutoff=(1 - LEAST_GAIN) * step_s, refute=True)
+    return case.deadline.watched(found).status is not Status.INFEASIBLE
+
+
+def in_slices(graph: LayerGraph, plan: Plan) -> Plan:
+    """The plan with sharded state of all layers that can have it."""
+    sharded = {name: replace(own, state=STATES[1]) for name, own in plan.layers.items()}
+    return plan.with_layers({n: own for n, own in sharded.items() if slices(graph, graph.layers[n], own)})

@@ -23,37 +23,31 @@ from parplan.cost_models.memory.layer_memory import training_state_bytes
 from parplan.errors import CaptureError, InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import fold, units
-from parplan.lowering.holdings import slices
 from parplan.lowering.micro_batches import equal_size
 from parplan.lowering.pipeline.stages import stage_numbers
 from parplan.plan import SAVED, SCHEDULES, STATES
 from parplan.planner import decision
 from parplan.planner.decision import MESHES, SHARDED, STAGES, WIDEST, MicroBatchesTried, PricedGraph, Proof, Without
 from parplan.planner.search.context import Case, formulated, gathered_together
+from parplan.planner.search.fitting import held_up, in_slices
 from parplan.planner.search.meshes import fastest_mesh
 from parplan.planner.search.select import ANYWHERE, NothingFaster, ShapeSearch
 from parplan.planner.search.simpler import Found
 from parplan.planner.search.stages import Staged, fastest_in_stages, why_not
-from parplan.planner.search_space.pin_search import Questions, masked
+from parplan.planner.search_space.pin_search import Questions
 from parplan.planner.search_space.rules import divisors
 from parplan.planner.search_space.strategies import offers_uneven
 from parplan.planner.solver.problem import Status
-from parplan.planner.solver.solve import GAP, solve
+from parplan.planner.solver.solve import GAP
 
 __all__ = ["MicroBatched", "Searched", "searched"]
 
 MicroBatched = Callable[[int], PricedGraph]
 """The graph at the size of one of so many micro-batches, with its costs; CaptureError where there is no such graph."""
 
-LEAST_GAIN = 1e-3
-"""Part of a step that all the memory there could be has to gain, for more micro-batches to be tried."""
-
 NEAR = 1.1
 """Plans of the whole batch are searched beside a mesh where one of those takes no longer than this, relative: layers of
 their own mind gain less (3 % of Llama-3-8B on 8 RTX 4090, for half of its planning time)."""
-
-UNBOUND = 0.2
-"""Part of the time left for finding out what more memory would gain: it is refuted in most cases."""
 
 
 @dataclass(frozen=True)
@@ -107,19 +101,7 @@ class Searched:
     @cached_property
     def held_up(self) -> bool:
         """Whether a plan of as many micro-batches would be faster if devices had all the memory it wants."""
-        search, case = self.search, self.case
-        formulation, wanted = search.one_pass(), 0.0
-        for index, options in enumerate(formulation.options):
-            wanted += formulation.times(index) * max(own.memory.most_bytes for own in options)
-        if wanted <= min(case.cluster.memory_bytes):
-            return False
-        problem = masked(formulation, search.asked.whole)
-        free = replace(problem, limits=(inf,) * len(problem.limits))
-        cutoff_s = (1 - LEAST_GAIN) * self.fastest_s
-        return (
-            case.deadline.watched(solve(free, case.deadline.part_s(UNBOUND), cutoff=cutoff_s, refute=True)).status
-            is not Status.INFEASIBLE
-        )
+        return held_up(self.case, self.search.one_pass(), self.search.asked.whole, self.fastest_s)
 
 
 def searched(
@@ -303,14 +285,13 @@ class _Counts:
 
     @property
     def slices_pay(self) -> bool:
-        """Whether the best plan would gain, with sharded state that memory did not ask for, what makes a search worth it:
-        half of what a simpler plan may cost, as other plans gain more by it."""
+        """Whether the best plan would gain, with sharded state that memory did not ask for, what is worth a search: half
+        of what a simpler plan may cost, as other plans gain more by it."""
         if self.best is None or self.staged or len(self.ways.states) == 1 or any(key[1] for key in self._tried):
             return False
         case, plan = self.best.case, self.best.found.plan
-        sharded = {name: replace(own, state=STATES[1]) for name, own in plan.layers.items()}
-        sharded = {name: own for name, own in sharded.items() if slices(case.graph, case.graph.layers[name], own)}
-        return (1 + case.request.tolerance / 2) * case.step_s(plan.with_layers(sharded)) < self.best.fastest_s
+        sharded_s = case.step_s(in_slices(case.graph, plan))
+        return (1 + case.request.tolerance / 2) * sharded_s < self.best.fastest_s
 
     @property
     def staged(self) -> bool:
