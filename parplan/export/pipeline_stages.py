@@ -24,7 +24,7 @@ from parplan.lowering.micro_batches import How, combinations
 from parplan.lowering.pipeline.stages import StageNumbers, stage_numbers
 from parplan.plan import Plan
 
-__all__ = ["Stages", "find_stages", "schedule_class"]
+__all__ = ["Stages", "check_inputs", "find_stages", "schedule_class"]
 
 BEGINNING, END = "BEGINNING", "END"
 
@@ -250,13 +250,22 @@ def _micro_batch(graph: LayerGraph, plan: Plan, inputs: tuple[Any, Any], copies:
             "program with pipeline stages has tensors in order: wrap the model in a module that takes those alone"
         )
     samples = max(1, plan.batch // copies // plan.micro_batches)
+    check_inputs(graph)
+    return tuple(one[:samples] for one in args)
+
+
+def check_inputs(graph: LayerGraph) -> None:
+    """Refuse inputs without samples along their first dimension, where programs cut micro-batches.
+
+    Raises:
+        PlanError: there is one.
+    """
     for name in graph.user_inputs:
         if name is None or graph.batch_dims.get(name) != 0:
             raise PlanError(
-                f"input {name} of {graph.model} has no samples along its first dimension, where torch cuts "
-                "micro-batches; make it a buffer, or move the samples there"
+                f"input {name} of {graph.model} has no samples along its first dimension, where a program without "
+                "parplan cuts micro-batches; make it a buffer, or move the samples there"
             )
-    return tuple(one[:samples] for one in args)
 
 
 def _tied(graph: LayerGraph, module: nn.Module, of: Mapping[str, int]) -> list[dict[str, int]]:
@@ -266,8 +275,8 @@ def _tied(graph: LayerGraph, module: nn.Module, of: Mapping[str, int]) -> list[d
     """
     found = []
     for placeholder, name in graph.parameters.items():
-        users = {user: of[user] for user in graph.users[placeholder]}
-        if len(set(users.values())) == 1:
+        users = {user: of[user] for user in graph.users.get(placeholder, ())}
+        if len(set(users.values())) <= 1:
             continue
         same = _names(module, name)
         stages = dict[str, int]()

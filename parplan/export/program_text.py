@@ -39,10 +39,12 @@ class TorchProgram:
         tensor: devices that share the work on the same samples; the others are copies of them.
         styles: the tensor parallelism of modules, as Python code, by path.
         slices: groups of modules whose weights are gathered from slices together, and whether these are freed behind
-            the forward.
+            the forward; None where all weights are whole. All other weights are one group then.
         replayed: modules whose activations are computed again.
         micro_batches: parts of a batch that go forward and backward one after another.
         statistics: batch norms take statistics of all samples.
+        unused: the forward uses some parameter that is trained not at all.
+        loss_inside: the model returns its loss.
         otherwise: what runs otherwise than in the plan, in sentences.
     """
 
@@ -50,10 +52,12 @@ class TorchProgram:
     devices: int
     tensor: int
     styles: Mapping[str, str]
-    slices: Sequence[tuple[tuple[str, ...], bool]]
+    slices: Sequence[tuple[tuple[str, ...], bool]] | None
     replayed: Sequence[str]
     micro_batches: int
     statistics: bool
+    unused: bool
+    loss_inside: bool
     otherwise: Sequence[str]
 
     @property
@@ -63,8 +67,8 @@ class TorchProgram:
 
     @property
     def sharded(self) -> bool:
-        """Whether `fully_shard` holds the weights: those of `slices`, or all as DDP takes no tensor-parallel ones."""
-        return bool(self.slices) or (self.tensor > 1 and self.data > 1)
+        """Whether `fully_shard` holds the weights: in slices as in the plan, or as DDP has no tensor-parallel ones."""
+        return self.slices is not None or (self.tensor > 1 and self.data > 1)
 
     def text(self) -> str:
         """The program."""
@@ -76,6 +80,8 @@ class TorchProgram:
         if self.tensor > 1:
             each = ", each" if self.data > 1 else ""
             copies += f"{each} on {self.tensor} devices whose ranks start from one seed and take the same samples"
+        elif self.sharded:
+            copies += ", whose ranks start from one seed, as each keeps a part of its own weights"
         part = "Every process takes the whole batch."
         if self.data > 1:
             part = f"Of {self.data} equal parts of a batch, a process takes number mesh['data'].get_local_rank()."
@@ -93,6 +99,7 @@ class TorchProgram:
         if self.otherwise:
             lines += ["", "Otherwise than in the plan:"]
             for sentence in self.otherwise:
+                sentence = sentence.replace("\\", r"\\").replace('"""', r"\"\"\"")  # names may have any characters
                 lines += textwrap.wrap(sentence, _LINE, initial_indent="- ", subsequent_indent="  ")
         return [*lines, '"""', ""]
 
@@ -149,12 +156,12 @@ class TorchProgram:
     def _spread(self) -> list[str]:
         """Copies of the model: in slices, or whole."""
         if not self.sharded:
-            return ['    model = DistributedDataParallel(model, process_group=mesh["data"].get_group())'] * (
-                self.data > 1
-            )
+            unused = ", find_unused_parameters=True" * self.unused
+            made = f'DistributedDataParallel(model, process_group=mesh["data"].get_group(){unused})'
+            return [f"    model = {made}"] * (self.data > 1)
         lines = list[str]()
-        for freed in dict.fromkeys(freed for _, freed in self.slices):
-            groups = [code(names) for names, own in self.slices if own == freed]
+        for freed in dict.fromkeys(freed for _, freed in self.slices or ()):
+            groups = [code(names) for names, own in self.slices or () if own == freed]
             lines += ["    for names in (", *listed(groups, 8), "    ):"]
             lines += ["        together = [model.get_submodule(name) for name in names]"]
             lines += [f'        fully_shard(together, mesh=mesh["data"], reshard_after_forward={freed})']
@@ -163,22 +170,40 @@ class TorchProgram:
     def _train_step(self) -> list[str]:
         if self.micro_batches == 1:
             return []
-        backward = ["loss = loss_fn(model(own), wanted) / MICRO_BATCHES", "loss.backward()"]
+        call = "model(*map(part, inputs), **{name: part(one) for name, one in named.items()})"
+        loss = call if self.loss_inside else f"loss_fn({call}, part(targets))"
+        backward = [f"loss = {loss} / MICRO_BATCHES", "loss.backward()"]
         if self.sharded:
-            backward = ["model.set_requires_gradient_sync(number == MICRO_BATCHES)", *backward]
+            backward = ["model.set_requires_gradient_sync(number == MICRO_BATCHES - 1)", *backward]
         elif self.data > 1:
-            waits = "with contextlib.nullcontext() if number == MICRO_BATCHES else model.no_sync():"
+            waits = "with contextlib.nullcontext() if number == MICRO_BATCHES - 1 else model.no_sync():"
             backward = [waits, *(f"    {line}" for line in backward)]
+        given = "" if self.loss_inside else "loss_fn, "
+        wanted = "" if self.loss_inside else ", targets"
+        means = "the model returns a mean" if self.loss_inside else "loss_fn is a mean"
+        takes = "the model's inputs, a tensor or a tuple of them, and those by keyword"
         return [
             "", "",
             f"MICRO_BATCHES = {self.micro_batches}",
             "", "",
-            "def train_step(model: nn.Module, loss_fn, optimizer, inputs: torch.Tensor, targets: torch.Tensor):",
-            '    """A step in equal micro-batches; loss_fn is a mean over samples. The mean loss of this copy."""',
+            f"def train_step(model: nn.Module, {given}optimizer, inputs{wanted}, **named):",
+            '    """A step in equal micro-batches: the mean loss of this copy.',
+            "",
+            "    Args:",
+            f"        inputs, named: {takes}.",
+            '    """',
+            f"    # Each micro-batch counts alike: {means} over samples.",
+            "    inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)",
+            f"    for one in (*inputs{wanted}, *named.values()):",
+            "        if len(one) % MICRO_BATCHES:",
+            '            raise ValueError(f"{len(one)} samples have no {MICRO_BATCHES} equal micro-batches")',
             "    optimizer.zero_grad()",
             "    total = 0.0",
-            "    parts = zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True)",
-            "    for number, (own, wanted) in enumerate(parts, 1):",
+            "    for number in range(MICRO_BATCHES):",
+            "",
+            "        def part(one):",
+            "            return one.chunk(MICRO_BATCHES)[number]",
+            "",
             *(f"        {line}" for line in backward),
             "        total += loss.detach()",
             "    optimizer.step()",
@@ -189,8 +214,8 @@ class TorchProgram:
 def code(names: str | tuple[str, ...]) -> str:
     """A name, or a tuple of names, as Python code."""
     if isinstance(names, str):
-        return json.dumps(names)
-    return f"({', '.join(map(json.dumps, names))}{',' * (len(names) == 1)})"
+        return json.dumps(names, ensure_ascii=False)  # Python has no pairs of surrogates
+    return f"({', '.join(map(code, names))}{',' * (len(names) == 1)})"
 
 
 def listed(words: Iterable[str], indent: int) -> list[str]:

@@ -17,7 +17,7 @@ from parplan.export.pipeline_stages import schedule_class
 from parplan.export.torch_program import products
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.lowering.pipeline.stages import stage_numbers
-from parplan.plan import SAVED, SCHEDULES, STATES, Plan
+from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Scheme
 from parplan.planner.search_space.verifier import check
 
 __all__ = ["TitanConfig", "titan_config"]
@@ -102,7 +102,7 @@ def titan_config(graph: LayerGraph, plan: Plan) -> TitanConfig:
     fields["training.max_context_length"] = tokens
     fields["training.num_tokens_per_microbatch_per_dp_rank"] = plan.batch * tokens // data // plan.micro_batches
     fields["training.num_tokens_per_train_step"] = plan.batch * tokens
-    said += _others(graph, plan, tensor, state if data > 1 else None)
+    said += _others(graph, plan, tensor, data, state if data > 1 else None)
     replayed = _share(graph, lambda layer: layers[layer.name].saved == SAVED[1])
     checkpoint = "FullAC" if replayed >= _FULL else "SelectiveAC" if replayed >= _SELECTIVE else ""
     if 0 < replayed < 1:
@@ -144,12 +144,26 @@ def _share(graph: LayerGraph, chosen: Callable[[Layer], bool]) -> float:
     return own / max(1, sum(work.values()))
 
 
-def _others(graph: LayerGraph, plan: Plan, tensor: int, state: int | None) -> Iterable[str]:
-    """Sentences on layers with matrices that have other shards, or other state, in the plan."""
-    weighted = {name: plan.layers[name] for name, layer in graph.layers.items() if products(graph, layer)}
-    shards = sum(own.shards != tensor for own in weighted.values())
-    if shards:
-        yield f"{shards} of {len(weighted)} layers with matrices have other shards in the plan than {tensor}"
-    states = sum(own.state != STATES[state or 0] for own in weighted.values()) if state is not None else 0
-    if states:
-        yield f"{states} of {len(weighted)} layers with matrices have other state in the plan than {STATES[state or 0]}"
+def _others(graph: LayerGraph, plan: Plan, tensor: int, data: int, state: int | None) -> Iterable[str]:
+    """Sentences on layers with matrices, tables of embeddings too, that have something else in the plan."""
+    matrices = {
+        name: plan.layers[name]
+        for name, layer in graph.layers.items()
+        if any(len(graph.values[parameter].shape) > 1 for parameter in layer.parameters)
+    }
+
+    def differing(what: str, wanted: object, found: Iterable[object]) -> Iterable[str]:
+        if count := sum(one != wanted for one in found):
+            yield f"{count} of {len(matrices)} layers with matrices have other {what} in the plan than {wanted}"
+
+    yield from differing("shards", tensor, (own.shards for own in matrices.values()))
+    spread = (own.replicas for name, own in matrices.items() if graph.layers[name].batch is not None)
+    yield from differing("replicas", data, spread)
+    if state is not None:
+        yield from differing("state", STATES[state], (own.state for own in matrices.values()))
+    if along := sum(own.axis == "sequence" and own.shards > 1 for own in matrices.values()):
+        yield f"{along} of {len(matrices)} layers with matrices are cut along the sequence in the plan, here by weights"
+    if plan.scheme is not Scheme.GATHER:
+        yield f"scheme {plan.scheme.value} in the plan, here all samples go through every layer at once"
+    if periods := sum(own.update_period is not None for own in plan.layers.values()):
+        yield f"{periods} layers are updated between passes in the plan, here once per step"

@@ -13,20 +13,24 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from parplan.errors import ParplanError
-from parplan.export.pipeline_stages import Stages, find_stages
+from parplan.errors import ParplanError, PlanError
+from parplan.export.pipeline_stages import Stages, check_inputs, find_stages
 from parplan.export.pipeline_text import PipelineProgram
 from parplan.export.program_text import TorchProgram
+from parplan.graph.axes.loss_ops import BATCH_MEAN, BATCH_SUM
 from parplan.graph.capture.capture import capture
-from parplan.graph.layer_graph import Axis, Layer, LayerGraph
+from parplan.graph.layer_graph import Axis, Layer, LayerGraph, once_per_graph
 from parplan.graph.repeated import gather_groups
-from parplan.lowering.micro_batches import combinations
+from parplan.lowering.holdings import slices
+from parplan.lowering.micro_batches import How, combinations
 from parplan.plan import SAVED, SCHEDULES, STATES, Plan, Scheme, Strategy
 from parplan.planner.search_space.verifier import check
 
 __all__ = ["products", "torch_program"]
+
+aten = torch.ops.aten
 
 # By the axis that is cut; an embedding's rows are its vocabulary.
 _STYLES: Mapping[type[nn.Module], Mapping[str, str]] = {
@@ -79,25 +83,28 @@ class _Translation:
     def program(self) -> TorchProgram:
         """The parts of the program."""
         graph, plan = self._graph, self._plan
-        styles, slices, replayed = self._styles(), self._slices(), self._replayed()
+        if plan.micro_batches > 1 and not self._stages:
+            check_inputs(graph)
+        styles, in_slices, replayed, statistics = self._styles(), self._slices(), self._replayed(), self._statistics()
         self._note_the_others()
+        self._note_losses()
         devices = self._stages.devices if self._stages else plan.devices
+        copies, pieces = self._devices // self._tensor, plan.micro_batches
+        if plan.batch % (copies * pieces):
+            micro = f" x {pieces} micro-batches" if pieces > 1 else ""
+            self._say(
+                f"{plan.batch} samples in uneven parts in the plan, here as many as {copies} copies{micro} divide"
+            )
         if devices < plan.devices:
             self._say(f"{devices} of {plan.devices} devices have layers in the plan, here processes in their order")
-        if self._stages and self._stages.targets is not None and combinations(graph)[graph.results[0]].counts:
-            self._say(
-                "of all targets that count in the plan, here the mean of micro-batches' means",
-                graph.producer[graph.results[0]],
-            )
         if plan.scheme is not Scheme.GATHER:
             self._say(f"scheme {plan.scheme.value}: all samples go through every layer at once")
         sentences = [f"{_named(names)}: {what}" if names else what for what, names in self._otherwise.items()]
-        spread_statistics = any(
-            layer.mixes_batch and plan.layers[name].replicas > 1 for name, layer in graph.layers.items()
-        )
+        read = {graph.parameters[placeholder] for placeholder in graph.users}
+        names = {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
         parts = (
-            plan.model, devices, self._tensor, styles, slices, replayed, plan.micro_batches, spread_statistics,
-            sentences,
+            plan.model, devices, self._tensor, styles, in_slices, replayed, plan.micro_batches, statistics,
+            not names <= read, bool(graph.losses) and list(graph.results) == graph.losses, sentences,
         )  # fmt: skip
         return PipelineProgram(*parts, self._stages) if self._stages else TorchProgram(*parts)
 
@@ -140,16 +147,21 @@ class _Translation:
         """
         between = {name for name, layer in self._graph.layers.items() if self._may_keep(layer)}
         while found := self._parts_between(between):
+            layers = self._graph.layers
             try:
                 small = self._captured_small(found)
-                other = {name for name in between if not self._is_as_planned(self._graph.layers[name], small, found)}
-                if not other:
+                wrong = {
+                    name for name in layers.keys() - self._cut.keys() if self._is_other(layers[name], small, found)
+                }
+                if not wrong:
                     return found
             except ParplanError:  # the code asks for whole sizes somewhere; elementwise ops do not
-                if not between:
-                    return set()
-                other = {name for name in between if not _is_elementwise(self._graph.layers[name])} or between
-            between -= other
+                wrong = {name for name in between if not _is_elementwise(layers[name])}
+            if not between:
+                return set()
+            made = {value for name in wrong for value in layers[name].outputs}
+            readers = {name for name in between if not made.isdisjoint(layers[name].inputs)}
+            between -= wrong & between or readers or between
         return set()
 
     def _axis_of(self, name: str) -> Axis | None:
@@ -218,22 +230,39 @@ class _Translation:
             small.set_submodule(name, own)
         return capture(small, *self._inputs)
 
-    def _is_as_planned(self, layer: Layer, small: LayerGraph, parts: Set[str]) -> bool:
-        """Whether a layer that is given parts has those of the plan inside."""
-        axis = self._axis_of(layer.name)
-        if axis is None or not set(layer.outputs) <= parts:
-            return True  # it has whole tensors
-        for name in (node.name for node in layer.nodes if node.name in self._graph.values):
-            shape = list(self._graph.values[name].shape)
-            if name in axis.dims:
-                shape[axis.dims[name]] //= self._tensor
-            if name not in small.values or list(small.values[name].shape) != shape:
-                return False
-        return True
+    def _is_other(self, layer: Layer, small: LayerGraph, parts: Set[str]) -> bool:
+        """Whether a layer computes something else beside parts than the plan has: where it takes parts, of other shapes
+        than the plan's; other ops, or with other numbers, which Python worked out from the sizes of parts."""
+        given = set(layer.outputs) <= parts
+        axis = self._axis_of(layer.name) if given else None
+        for node in layer.nodes:
+            own = _ops_by_name(small).get(node.name)
+            if own is None or own.target != node.target or _given(own, given) != _given(node, given):
+                return True
+            if node.name not in self._graph.values:
+                continue
+            shape = list(self._graph.values[node.name].shape)
+            if axis is not None and node.name in axis.dims:
+                shape[axis.dims[node.name]] //= self._tensor
+            if list(small.values[node.name].shape) != shape:
+                return True
+        return False
 
-    def _slices(self) -> list[tuple[tuple[str, ...], bool]]:
-        """Modules whose weights the plan keeps in slices, by gather group."""
+    @cached_property
+    def _inside(self) -> Mapping[str, Set[str]]:
+        """The layers inside each module whose forward is called, by its path."""
+        found = defaultdict[str, set[str]](set)
+        for name, layer in self._graph.layers.items():
+            for node in layer.nodes:
+                for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+                    found[str(path).partition("@")[0]].add(name)
+        return found
+
+    def _slices(self) -> list[tuple[tuple[str, ...], bool]] | None:
+        """Modules whose weights the plan keeps in slices, by gather group; None where it keeps none."""
         graph, layers, found = self._graph, self._plan.layers, list[tuple[tuple[str, ...], bool]]()
+        if not any(slices(graph, layer, layers[name]) for name, layer in graph.layers.items()):
+            return None
         taken, alone = set[str](), self._alone()
         for group in gather_groups(graph):
             for state in STATES[1:]:
@@ -241,46 +270,57 @@ class _Translation:
                 paths = dict.fromkeys(
                     graph.parameters[p].rpartition(".")[0] for name in own for p in graph.layers[name].parameters
                 )
-                # In stages a module that is called twice is two modules.
-                again = {path for path in paths if self._stages and f"{path}@1" in graph.layers}
-                modules = tuple(path for path in paths if path not in taken and path in alone and path not in again)
+                modules = tuple(path for path in paths if path not in taken and path in alone)
                 taken.update(paths)
                 found += [(modules, state == STATES[2])] if modules else []
-        if found:
-            inside = {path for modules, _ in found for path in modules}
-            rest = [n for n, layer in graph.layers.items() if layer.parameters and n not in inside]
-            if rest:
-                self._say("in slices of their own or whole in the plan, here in those of the whole model", *rest)
+        together = {path for modules, _ in found for path in modules}
+        for name, layer in graph.layers.items():
+            if not {graph.parameters[p].rpartition(".")[0] for p in layer.parameters} <= together:
+                self._say("in slices of their own or whole in the plan, here in those of the whole model", name)
         return found
 
     def _alone(self) -> set[str]:
-        """The modules without modules inside that share no parameter with another one."""
+        """The modules without modules inside whose parameters one layer alone reads, in their forward."""
         modules = dict(self._module.named_modules())
         owners = Counter(id(p) for module in modules.values() for p in module.parameters(recurse=False))
         leaves = {path: module for path, module in modules.items() if path and next(module.children(), None) is None}
-        return {path for path, module in leaves.items() if all(owners[id(p)] == 1 for p in module.parameters())}
+        read = {self._graph.parameters[p]: users for p, users in self._graph.users.items()}
+
+        def alone(path: str, module: nn.Module) -> bool:
+            users = [read.get(f"{path}.{name}", ()) for name, _ in module.named_parameters()]
+            inside = all(len(own) <= 1 and self._inside[path] >= {*own} for own in users)
+            return inside and all(owners[id(p)] == 1 for p in module.parameters())
+
+        return {path for path, module in leaves.items() if path in self._inside and alone(path, module)}
 
     def _replayed(self) -> list[str]:
-        """The largest modules all of whose layers the plan replays."""
+        """The largest modules whose forward is called, all of whose layers the plan replays."""
         layers, found = self._plan.layers, list[str]()
         replayed = {name: None for name in self._graph.layers if layers[name].saved == SAVED[1]}
         for path in self._paths if replayed else ():
-            inside = [name for name in self._graph.layers if path and _is_in(name, path)]
-            if len(inside) < 2 or not replayed.keys() >= set(inside) or any(_is_in(path, other) for other in found):
+            inside = self._inside.get(path, set()) if path else set()
+            if len(inside) < 2 or not replayed.keys() >= inside or any(_is_in(path, other) for other in found):
                 continue
             if self._stages is None or len({self._stages.of[name] for name in inside}) == 1:
                 found.append(path)
-        left = [name for name in replayed if not any(_is_in(name, path) for path in found)]
+        left = [name for name in replayed if not any(name in self._inside[path] for path in found)]
         if left:
             self._say("replayed in the plan, here kept: no module has just such layers", *left)
         return found
 
     def _note_the_others(self) -> None:
-        """Say of which layers torch has nothing for the plan's shards, replicas or updates."""
-        kept = self._kept_cut
+        """Say of which layers torch has nothing for the plan's shards, replicas or updates, or other samples."""
+        kept, copies = self._kept_cut, self._devices // self._tensor
         for name, layer in self._graph.layers.items():
             own = self._plan.layers[name]
-            if name in self._cut or set(layer.outputs) <= kept or not (layer.parameters or own.shards > 1):
+            if own.update_period is not None:
+                self._say(f"updated every {own.update_period} passes in the plan, here once per step", name)
+            whole = copies > 1 and self._is_of_all_samples(layer)
+            if whole:
+                self._say("of all samples in the plan, here of those of each copy alone", name)
+            if set(layer.outputs) <= kept and _is_random(layer):
+                self._say("random numbers of its own for every part in the plan, here the same for all parts", name)
+            if name in self._cut or set(layer.outputs) <= kept or whole or not (layer.parameters or own.shards > 1):
                 continue
             if own.shards > 1:
                 self._say(f"{own.shards} shards of {own.axis} in the plan, here whole in every process", name)
@@ -288,8 +328,77 @@ class _Translation:
                 self._say(f"{own.replicas} of {self._devices} devices in the plan, here all", name)
             elif own.replicas * self._tensor > self._devices and products(self._graph, layer):
                 self._say("samples over all devices in the plan, here those of a copy compute alike", name)
-            if own.update_period is not None:
-                self._say(f"updated every {own.update_period} passes in the plan, here once per step", name)
+
+    def _is_of_all_samples(self, layer: Layer) -> bool:
+        """Whether a layer's numbers follow from all samples together, other than as a mean, which copies average."""
+        if layer.batch is not None or layer.mixes_batch or self._graph.batch_dims.keys().isdisjoint(layer.inputs):
+            return False
+        return any(node.target not in (BATCH_MEAN, BATCH_SUM) for node in layer.nodes)
+
+    def _note_losses(self) -> None:
+        """Say in what a loss inside the model, of copies or of stages' micro-batches, differs from that of all samples.
+
+        Raises:
+            PlanError: it is a sum over samples, of which copies would take the mean.
+        """
+        graph, copies = self._graph, self._devices // self._tensor
+        if copies == 1 and not (self._stages and self._stages.targets is not None):
+            return
+        try:
+            found = combinations(graph)
+        except PlanError as error:
+            if not any(self._is_of_all_samples(layer) for layer in graph.layers.values()):  # it is not said yet
+                self._say(f"{str(error).partition(';')[0]}: in the plan; here each copy has those of its own")
+            return
+        parts = "copies'" if copies > 1 else "micro-batches'"
+        for value, own in found.items():
+            if own.how is How.SUM and copies > 1:
+                raise PlanError(
+                    f"{graph.label(value)}: it is {own.how.value}, and torch averages gradients over copies of a "
+                    "model; return a mean over samples"
+                )
+            if own.counts:
+                self._say(
+                    f"of all targets that count in the plan, here the mean of {parts} means", graph.producer[value]
+                )
+
+    def _statistics(self) -> bool:
+        """Whether torch's synchronized batch norm has the plan's statistics of all samples."""
+        several = self._devices > self._tensor
+        spread = {
+            name: isinstance(self._module.get_submodule(name), nn.modules.batchnorm._BatchNorm)
+            if name in self._paths
+            else False
+            for name, layer in self._graph.layers.items()
+            if layer.mixes_batch and self._plan.layers[name].replicas > 1 and several
+        }
+        for name, synchronized in spread.items():
+            where = "on CPUs" if synchronized else "here"
+            self._say(f"statistics of all samples in the plan, {where} of each copy's own", name)
+        return any(spread.values())
+
+
+@once_per_graph
+def _ops_by_name(graph: LayerGraph) -> Mapping[str, fx.Node]:
+    return {node.name: node for layer in graph.layers.values() for node in layer.nodes}
+
+
+# Their numbers are sizes, which are compared as the shapes of what they make.
+_SIZED = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default, aten.unflatten.int,
+}  # fmt: skip
+
+
+def _given(node: fx.Node, of_parts: bool) -> object:
+    """The arguments of an op, with names of values, to be compared; without the sizes of parts."""
+    if of_parts and node.target in _SIZED:
+        return [one.name for one in node.all_input_nodes]
+    return fx.map_arg((node.args, node.kwargs), lambda one: one.name)
+
+
+def _is_random(layer: Layer) -> bool:
+    """Whether a layer draws random numbers."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in layer.nodes)
 
 
 def _is_elementwise(layer: Layer) -> bool:

@@ -285,8 +285,8 @@ class _Counts:
 
     @property
     def slices_pay(self) -> bool:
-        """Whether the best plan would gain, with sharded state that memory did not ask for, what is worth a search: half
-        of what a simpler plan may cost, as other plans gain more by it."""
+        """Whether the best plan would gain, by sharded state that memory did not ask for, half of what a simpler plan
+        may cost: other plans gain more by it."""
         if self.best is None or self.staged or len(self.ways.states) == 1 or any(key[1] for key in self._tried):
             return False
         case, plan = self.best.case, self.best.found.plan
