@@ -100,11 +100,12 @@ class _Translation:
         if plan.scheme is not Scheme.GATHER:
             self._say(f"scheme {plan.scheme.value}: all samples go through every layer at once")
         sentences = [f"{_named(names)}: {what}" if names else what for what, names in self._otherwise.items()]
-        read = {graph.parameters[placeholder] for placeholder in graph.users}
-        names = {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        # By identity: tied parameters have several names.
+        read = {id(self._module.get_parameter(graph.parameters[placeholder])) for placeholder in graph.users}
+        trained = {id(parameter) for parameter in self._module.parameters() if parameter.requires_grad}
         parts = (
             plan.model, devices, self._tensor, styles, in_slices, replayed, plan.micro_batches, statistics,
-            not names <= read, bool(graph.losses) and list(graph.results) == graph.losses, sentences,
+            not trained <= read, bool(graph.losses) and list(graph.results) == graph.losses, sentences,
         )  # fmt: skip
         return PipelineProgram(*parts, self._stages) if self._stages else TorchProgram(*parts)
 

@@ -289,6 +289,7 @@ def made(kind: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 def test_weights_that_no_module_has_alone_train_like_the_plain_models(kind: str, state: str) -> None:
     module, args = made(kind)
     program = copies(module, *args, state=state)
+    assert program.unused is (kind == "unused")
     if state == "gathered":
         assert program.sharded
         assert any("here in those of the whole model" in one for one in program.otherwise)

@@ -39,6 +39,7 @@ from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
+from parplan.pins import pins_from
 from parplan.plan import Strategy
 from parplan.planner.decide import decide
 from parplan.planner.decision import Decision
@@ -88,13 +89,14 @@ class Llama(nn.Module):
 
 @cache
 def planned() -> tuple[LayerGraph, Cluster, RooflineCosts, Decision]:
-    """The model on 8 H100 with its fastest plan."""
+    """The model on 8 H100 with the fastest plan of whole state."""
     with torch.device("meta"):
         tokens = torch.zeros(8, 2048, dtype=torch.long)
         graph = capture(Llama().to(torch.bfloat16), (tokens, tokens))
     cluster = cluster_preset("h100-sxm", 8)
     costs = RooflineCosts(graph, cluster, precision="bf16", optimizer="adam")
-    return graph, cluster, costs, decide(graph, cluster, costs, PlanRequest(tolerance=0.0, started_ranks=True))
+    request = PlanRequest(tolerance=0.0, started_ranks=True, pins=pins_from(["*=state:replicated"]))
+    return graph, cluster, costs, decide(graph, cluster, costs, request)
 
 
 def product_s(takes: int, gives: int) -> float:
@@ -159,6 +161,15 @@ def test_gathers_take_what_arithmetic_says(source: str, target: str, kind: str, 
     seconds = received * 2 * TOKENS * WIDTH / NVLINK + 8 * received * HOP_S
     assert moved.kind == kind
     assert [moved.forward_s, moved.backward_s] == pytest.approx([seconds, seconds])
+
+
+@pytest.mark.full
+def test_slices_of_the_state_gain_a_twentieth_more() -> None:
+    """Weights that all devices hold are updated on one each."""
+    graph, cluster, costs, decision = planned()
+    free = decide(graph, cluster, costs, PlanRequest(tolerance=0.0, started_ranks=True))
+    assert free.plan.sharded
+    assert free.prediction.step_s == pytest.approx(0.946 * decision.prediction.step_s, rel=0.005)
 
 
 def test_data_parallel_loses_by_what_arithmetic_says() -> None:

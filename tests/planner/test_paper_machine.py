@@ -32,6 +32,7 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
+from parplan.pins import pins_from
 from parplan.plan import Strategy
 from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Decision
@@ -62,9 +63,12 @@ def faster(cluster: Cluster, speed: float) -> Cluster:
 
 
 def decided(graph: LayerGraph, cluster: Cluster, optimizer: str = "momentum", overlap: float | None = None) -> Decision:
-    """What is decided, nothing pinned; with another overlap than the cluster's if one is given."""
-    costs = ScaledCosts(RooflineCosts(graph, cluster, optimizer=optimizer), 1.0, overlap)
-    found = decide(graph, cluster, costs, PlanRequest(optimizer=optimizer, tolerance=0.0, started_ranks=True))
+    """What is decided with whole state, nothing else pinned; with another overlap than the cluster's if one is given."""
+    costs, whole = ScaledCosts(RooflineCosts(graph, cluster, optimizer=optimizer), 1.0, overlap), ["*=state:replicated"]
+    request = PlanRequest(
+        optimizer=optimizer, tolerance=0.0, started_ranks=True, pins=pins_from(whole), price_pins=False
+    )
+    found = decide(graph, cluster, costs, request)
     assert found.proof.gap <= 1e-6
     return found
 
