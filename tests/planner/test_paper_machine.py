@@ -63,10 +63,10 @@ def faster(cluster: Cluster, speed: float) -> Cluster:
 
 
 def decided(graph: LayerGraph, cluster: Cluster, optimizer: str = "momentum", overlap: float | None = None) -> Decision:
-    """What is decided with whole state, nothing else pinned; with another overlap than the cluster's if one is given."""
-    costs, whole = ScaledCosts(RooflineCosts(graph, cluster, optimizer=optimizer), 1.0, overlap), ["*=state:replicated"]
+    """What is decided with whole state, nothing else pinned; with another overlap than the cluster's if given."""
+    costs, pins = ScaledCosts(RooflineCosts(graph, cluster, optimizer=optimizer), 1.0, overlap), ["*=state:replicated"]
     request = PlanRequest(
-        optimizer=optimizer, tolerance=0.0, started_ranks=True, pins=pins_from(whole), price_pins=False
+        optimizer=optimizer, tolerance=0.0, started_ranks=True, pins=pins_from(pins), price_pins=False
     )
     found = decide(graph, cluster, costs, request)
     assert found.proof.gap <= 1e-6
