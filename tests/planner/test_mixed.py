@@ -12,6 +12,7 @@ from parplan.cost_models.devices.presets import device_preset
 from parplan.cost_models.roofline import RooflineCosts, rate_notes
 from parplan.errors import ClusterError, InfeasiblePlan
 from parplan.graph.layer_graph import LayerGraph
+from parplan.pins import read_pins
 from parplan.plan import Strategy
 from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Decision
@@ -60,7 +61,8 @@ def test_no_choice_of_devices_is_faster(devices: tuple[Device, ...], link: Link)
     candidates = {name: strategies(layer, 12, every_block(3)) for name, layer in graph.layers.items()}
     shape = Shape(lanes=(0, 1, 2), anywhere=True)
     problem = formulate(graph, cluster, costs, candidates, shape=shape, far_s=1.0).problem
-    decision = decided(graph, cluster, PlanRequest(tolerance=0.0, started_ranks=True))
+    whole = read_pins(["*=state:replicated"])
+    decision = decided(graph, cluster, PlanRequest(tolerance=0.0, started_ranks=True, pins=whole, price_pins=False))
     assert decision.proof.status == "OPTIMAL"
     assert decision.prediction.step_s == pytest.approx(brute_force(problem).objective, rel=1e-6)
 

@@ -76,12 +76,14 @@ def test_strict_rules_keep_equal_parts() -> None:
 
 @pytest.mark.full
 def test_unequal_parts_that_gain_too_little_are_not_taken() -> None:
-    even = decided(images(), 3, rules="strict", tolerance=0.0, started_ranks=True)
-    taken = decided(images(), 3, tolerance=0.0, started_ranks=True)
+    whole = "*=state:replicated"
+    even = decided(images(), 3, whole, rules="strict", tolerance=0.0, started_ranks=True)
+    taken = decided(images(), 3, whole, tolerance=0.0, started_ranks=True)
     gain = even.prediction.step_s / taken.prediction.step_s - 1
 
     def searched(tolerance: float) -> float:
-        return driver.estimate(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(tolerance=tolerance)).step_s
+        request = PlanRequest(tolerance=tolerance, pins=read_pins([whole]))
+        return driver.estimate(graph, cluster, RooflineCosts(graph, cluster), request).step_s
 
     graph, cluster = images(), cluster_preset("v100-sxm2", 3)
     assert searched(1.01 * gain) == pytest.approx(even.prediction.step_s)

@@ -142,8 +142,7 @@ def searched(
         counts.attempt(count, counts.ways)
     for count in counts.postponed():
         counts.attempt(count, counts.ways, later=False)
-    if counts.slices_pay:
-        counts.attempt(counts.count, _Ways(STATES[:2]))
+    counts.with_sharded_state()
     # Equal blocks apart only where they fit alike in no number of micro-batches: that takes ten times as long.
     for count in counts.doubled if counts.best is None else ():
         if counts.attempt(count, counts.ways, alike=False):
@@ -283,15 +282,21 @@ class _Counts:
         """Whether devices wait for others, or for the links, longer than stages mostly would that there may be."""
         return not why_not(self._case) and self.best is not None and self.best.fastest_s > IDLE * self._least_s
 
-    @property
-    def slices_pay(self) -> bool:
-        """Whether the best plan would gain, by sharded state that memory did not ask for, half of what a simpler plan
-        may cost: other plans gain more by it."""
+    def with_sharded_state(self) -> None:
+        """Search sharded state that memory did not ask for, where the best plan would gain by it half of what a simpler
+        plan may cost: other plans gain more by it."""
         if self.best is None or self.staged or len(self.ways.states) == 1 or any(key[1] for key in self._tried):
-            return False
-        case, plan = self.best.case, self.best.found.plan
-        sharded_s = case.step_s(in_slices(case.graph, plan))
-        return (1 + case.request.tolerance / 2) * sharded_s < self.best.fastest_s
+            return
+        before, count = self.best, self.count
+        sharded_s = before.case.step_s(in_slices(before.case.graph, before.found.plan))
+        if (1 + before.case.request.tolerance / 2) * sharded_s >= before.fastest_s:
+            return
+        bound_s = self._bounds_s[count]
+        if self.attempt(count, _Ways(STATES[:2])):
+            own = self.best.found  # plans in passes are those of the search before
+            covered = tuple(dict.fromkeys((*before.found.proof.covered, *own.proof.covered)))
+            self.best = replace(self.best, found=replace(own, proof=replace(own.proof, covered=covered)))
+        self._bounds_s[count] = min(bound_s, self._bounds_s[count])
 
     @property
     def staged(self) -> bool:

@@ -18,6 +18,7 @@ from parplan.errors import PlanError, RuleError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import stages
+from parplan.pins import read_pins
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.decide import PlanRequest, predict
 from parplan.planner.decision import Baseline, Decision
@@ -32,7 +33,10 @@ from tests.planner.simulation.test_timeline import alexnet, hybrid
 
 
 def decided(graph: LayerGraph, cluster: Cluster, scheme: str = "auto", plan: Plan | None = None) -> Decision:
-    request = PlanRequest(optimizer="momentum", scheme=scheme, plan=plan, tolerance=0.0, started_ranks=True)
+    pins = read_pins(["*=state:replicated"] if plan is None else None)  # what is in slices has no passes
+    request = PlanRequest(
+        optimizer="momentum", scheme=scheme, plan=plan, tolerance=0.0, started_ranks=True, pins=pins, price_pins=False
+    )
     return decided_once(graph, cluster, request)
 
 
