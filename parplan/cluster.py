@@ -166,6 +166,11 @@ class Cluster:
             raise ClusterError(f"{self.describe()} has devices of several kinds; this is for equal ones")
         return self.devices[0]
 
+    @property
+    def of_cpus(self) -> bool:
+        """Whether all devices are CPUs, or like them."""
+        return all("cpu" in (group.device.kind, group.device.like) for group in self.groups)
+
     @cached_property
     def groups(self) -> tuple[DeviceGroup, ...]:
         """The kinds of devices there are, in the order of their first devices."""

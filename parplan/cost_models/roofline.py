@@ -108,8 +108,7 @@ class RooflineCosts:
         self.precision = precision
         self.optimizer = optimizer
         self._kind_of = {number: kind for kind, group in enumerate(cluster.groups) for number in group.members}
-        on_cpu = all(CPU.kind in (group.device.kind, group.device.like) for group in cluster.groups)
-        self.memory_model = MemoryModel(graph, optimizer, on_cpu, micro_batches)
+        self.memory_model = MemoryModel(graph, optimizer, cluster.of_cpus, micro_batches)
         self.transfers = Transfers(cluster, links)
         self.transfer, self.transfer_matrix = self.transfers.transfer, self.transfers.transfer_matrix
         self.step = replace(estimated_step(cluster), micro_batches=micro_batches)

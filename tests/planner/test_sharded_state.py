@@ -220,6 +220,15 @@ def test_it_is_searched_where_the_plan_gains_by_it(tolerance: float) -> None:
     assert found.prediction.step_s == pytest.approx(best_s, rel=1e-9)
 
 
+def test_it_is_not_searched_on_cpus_unless_memory_asks_for_it() -> None:
+    """Predicted to gain a tenth; measured, its messages take longer than that."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+    graph, cluster = capture(model, (torch.zeros(1024, 1024),)), cluster_preset("cpu", 4)
+    found = decided(graph, cluster)
+    assert found.plan.sharded == ()
+    assert SHARDED not in found.proof.covered
+
+
 def priced_s(graph: LayerGraph, cluster: Cluster, plan: Plan) -> float:
     """Seconds of a plan's step."""
     return Case.of(graph, cluster, RooflineCosts(graph, cluster), PlanRequest()).step_s(plan)

@@ -284,8 +284,9 @@ class _Counts:
 
     def with_sharded_state(self) -> None:
         """Search sharded state that memory did not ask for, where the best plan would gain by it half of what a simpler
-        plan may cost: other plans gain more by it."""
-        if self.best is None or self.staged or len(self.ways.states) == 1 or any(key[1] for key in self._tried):
+        plan may cost: other plans gain more by it. Not on CPUs, where its messages take longer than is predicted."""
+        known = any(key[1] for key in self._tried) or len(self.ways.states) == 1 or self._case.cluster.of_cpus
+        if self.best is None or self.staged or known:
             return
         before, count = self.best, self.count
         sharded_s = before.case.step_s(in_slices(before.case.graph, before.found.plan))
