@@ -95,7 +95,7 @@ def planned() -> tuple[LayerGraph, Cluster, RooflineCosts, Decision]:
         graph = capture(Llama().to(torch.bfloat16), (tokens, tokens))
     cluster = cluster_preset("h100-sxm", 8)
     costs = RooflineCosts(graph, cluster, precision="bf16", optimizer="adam")
-    request = PlanRequest(tolerance=0.0, started_ranks=True, pins=pins_from(["*=state:replicated"]))
+    request = PlanRequest(tolerance=0.0, started_ranks=True, pins=pins_from(["*=state:replicated"]), price_pins=False)
     return graph, cluster, costs, decide(graph, cluster, costs, request)
 
 

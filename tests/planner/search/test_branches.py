@@ -236,6 +236,7 @@ class Towers(nn.Module):
 PINS = (["own.0=saved:replay"], ["own=gpu:0,1 replicas:2 state:sharded", "other=gpu:2,3 replicas:2"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pins", PINS, ids=["replay", "state"])
 def test_layers_of_branches_with_devices_of_their_own_keep_what_is_pinned(pins: list[str]) -> None:
     """Strategies on their blocks were listed anew, without state and replay."""
