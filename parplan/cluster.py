@@ -44,6 +44,11 @@ class Device:
     estimated: bool = True
     like: str | None = None
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a CPU, or like one."""
+        return "cpu" in (self.kind, self.like)
+
 
 @dataclass(frozen=True)
 class AllReduces:
@@ -169,7 +174,7 @@ class Cluster:
     @property
     def of_cpus(self) -> bool:
         """Whether all devices are CPUs, or like them."""
-        return all("cpu" in (group.device.kind, group.device.like) for group in self.groups)
+        return all(group.device.is_cpu for group in self.groups)
 
     @cached_property
     def groups(self) -> tuple[DeviceGroup, ...]:

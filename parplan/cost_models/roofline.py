@@ -18,7 +18,6 @@ from parplan.cluster import Cluster, Device
 from parplan.cost_models.communication.measured_links import MeasuredLinks
 from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost
-from parplan.cost_models.devices.hardware_table import CPU
 from parplan.cost_models.memory.layer_memory import MemoryModel
 from parplan.cost_models.memory.plan_peaks import memory_by_layer, memory_over_step
 from parplan.cost_models.ops.efficiency import efficiency, kernel_seconds, rate_of
@@ -276,7 +275,7 @@ def rate_notes(cluster: Cluster, precision: str) -> tuple[str, ...]:
     """
     lacking = [group.device for group in cluster.groups if precision not in group.device.flops_per_s]
     for device in lacking:
-        if CPU.kind not in (device.kind, device.like):
+        if not device.is_cpu:
             known = ", ".join(device.flops_per_s)
             raise ClusterError(f"{device.kind} has no {precision} rate; use one of {known}")
     return tuple(f"{d.kind} has no {precision} rate: what it computes is priced at its fp32 rate." for d in lacking)

@@ -174,8 +174,7 @@ class PipelineProgram(TorchProgram):
         if self.replayed:
             lines += ["    for name in (", *listed(map(code, self.replayed), 8), "    ):"]
             lines += ["        if name in modules:", "            recompute(modules[name])"]
-        for freed in dict.fromkeys(freed for _, freed in self.slices or ()):
-            groups = [code(names) for names, mine in self.slices or () if mine == freed]
+        for freed, groups in self._gather_groups().items():
             lines += ["    for names in (", *listed(groups, 8), "    ):"]
             lines += ["        if together := [modules[name] for name in names if name in modules]:"]
             lines += [f'            fully_shard(together, mesh=mesh["data"], reshard_after_forward={freed})']

@@ -160,12 +160,18 @@ class TorchProgram:
             made = f'DistributedDataParallel(model, process_group=mesh["data"].get_group(){unused})'
             return [f"    model = {made}"] * (self.data > 1)
         lines = list[str]()
-        for freed in dict.fromkeys(freed for _, freed in self.slices or ()):
-            groups = [code(names) for names, own in self.slices or () if own == freed]
+        for freed, groups in self._gather_groups().items():
             lines += ["    for names in (", *listed(groups, 8), "    ):"]
             lines += ["        together = [model.get_submodule(name) for name in names]"]
             lines += [f'        fully_shard(together, mesh=mesh["data"], reshard_after_forward={freed})']
         return [*lines, '    fully_shard(model, mesh=mesh["data"], reshard_after_forward=False)']
+
+    def _gather_groups(self) -> Mapping[bool, Sequence[str]]:
+        """The groups of `slices` as Python code, by whether their weights are freed behind the forward."""
+        found: dict[bool, list[str]] = {}
+        for names, freed in self.slices or ():
+            found.setdefault(freed, []).append(code(names))
+        return found
 
     def _train_step(self) -> list[str]:
         if self.micro_batches == 1:

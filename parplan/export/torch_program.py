@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from parplan.errors import ParplanError, PlanError
 from parplan.export.pipeline_stages import Stages, check_inputs, find_stages
@@ -105,7 +106,7 @@ class _Translation:
         trained = {id(parameter) for parameter in self._module.parameters() if parameter.requires_grad}
         parts = (
             plan.model, devices, self._tensor, styles, in_slices, replayed, plan.micro_batches, statistics,
-            not trained <= read, bool(graph.losses) and list(graph.results) == graph.losses, sentences,
+            not trained <= read, list(graph.results) == graph.losses, sentences,
         )  # fmt: skip
         return PipelineProgram(*parts, self._stages) if self._stages else TorchProgram(*parts)
 
@@ -365,18 +366,16 @@ class _Translation:
 
     def _statistics(self) -> bool:
         """Whether torch's synchronized batch norm has the plan's statistics of all samples."""
-        several = self._devices > self._tensor
-        spread = {
-            name: isinstance(self._module.get_submodule(name), nn.modules.batchnorm._BatchNorm)
-            if name in self._paths
-            else False
-            for name, layer in self._graph.layers.items()
-            if layer.mixes_batch and self._plan.layers[name].replicas > 1 and several
-        }
-        for name, synchronized in spread.items():
-            where = "on CPUs" if synchronized else "here"
-            self._say(f"statistics of all samples in the plan, {where} of each copy's own", name)
-        return any(spread.values())
+        found = False
+        if self._devices == self._tensor:  # one copy
+            return found
+        for name, layer in self._graph.layers.items():
+            if layer.mixes_batch and self._plan.layers[name].replicas > 1:
+                synchronized = name in self._paths and isinstance(self._module.get_submodule(name), _BatchNorm)
+                where = "on CPUs" if synchronized else "here"
+                self._say(f"statistics of all samples in the plan, {where} of each copy's own", name)
+                found = found or synchronized
+        return found
 
 
 @once_per_graph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -139,14 +139,12 @@ def deep() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), (torch.randn(8, 6),)
 
 
-def in_slices(planned: Callable[[LayerGraph], Plan]) -> Callable[[LayerGraph], Plan]:
-    """The same plan with weights of all layers with replicas in slices."""
+def in_slices(planned: Callable[[LayerGraph], Plan], state: str = "gathered") -> Callable[[LayerGraph], Plan]:
+    """The same plan with a state, weights in slices, of all layers with replicas."""
 
     def plan(graph: LayerGraph) -> Plan:
         found = planned(graph)
-        layers = {
-            n: replace(own, state="gathered" if own.replicas > 1 else own.state) for n, own in found.layers.items()
-        }
+        layers = {n: replace(own, state=state if own.replicas > 1 else own.state) for n, own in found.layers.items()}
         return replace(found, layers=layers)
 
     return plan
@@ -228,8 +226,12 @@ def train(text: str, made: Made, rank: int, ranks: int) -> dict[str, Tensor]:
 def test_losses_and_weights_are_the_plain_models(name: str) -> None:
     text, devices = program_of(name)
     assert "import parplan" not in text
-    found = in_processes(devices, partial(train, text, CASES[name][0]))
-    module, args = CASES[name][0]()
+    check_trained(in_processes(devices, partial(train, text, CASES[name][0])), CASES[name][0])
+
+
+def check_trained(found: Sequence[dict[str, Tensor]], made: Made) -> None:
+    """That processes have the plain model's losses and weights."""
+    module, args = made()
     plain = copy.deepcopy(module).double().train()
     for norm in (one for one in plain.modules() if isinstance(one, nn.BatchNorm2d)):
         norm.eval()

@@ -22,7 +22,7 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.processes import in_processes
-from tests.export.test_torch_program import cut, in_slices, train
+from tests.export.test_torch_program import check_trained, cut, in_slices, train
 from tests.runtime.helpers import planner, spread
 
 
@@ -98,9 +98,8 @@ def test_random_numbers_that_parts_share_are_said() -> None:
 def copies(module: nn.Module, *args: Tensor, state: str = "replicated", micro_batches: int = 1) -> TorchProgram:
     """The program of replicas on two devices."""
     graph = capture(module, args)
-    plan = planner(spread(2, "data"), 2, micro_batches=micro_batches)(graph)
-    layers = {n: replace(own, state=state if own.replicas > 1 else own.state) for n, own in plan.layers.items()}
-    return torch_program(graph, replace(plan, layers=layers), module, args)
+    plan = in_slices(planner(spread(2, "data"), 2, micro_batches=micro_batches), state)(graph)
+    return torch_program(graph, plan, module, args)
 
 
 class Trained(nn.Module):
@@ -293,21 +292,7 @@ def test_weights_that_no_module_has_alone_train_like_the_plain_models(kind: str,
     if state == "gathered":
         assert program.sharded
         assert any("here in those of the whole model" in one for one in program.otherwise)
-    found = in_processes(2, partial(train, program.text(), partial(made, kind)))
-    plain = made(kind)[0].double()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    x = args[0].double() if args[0].is_floating_point() else args[0]
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = plain(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    for own in found:
-        torch.testing.assert_close(own["losses"], torch.stack(losses), rtol=1e-9, atol=1e-12)
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(own[name], value, rtol=1e-8, atol=1e-11, msg=f"{name} differs")
+    check_trained(in_processes(2, partial(train, program.text(), partial(made, kind))), partial(made, kind))
 
 
 def test_a_module_called_twice_is_whole_in_the_plan() -> None:
